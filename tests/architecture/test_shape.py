@@ -1,0 +1,112 @@
+"""The house rules as tests: sizes, names, imports, paths named in docs. docs/code-style.md gives the reasons."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("kv_transfer", "workers", "router", "cluster")
+BANNED = re.compile(r"(^|_)(utils?|helpers?|common|misc|manager)($|_)|mixin", re.I)
+MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_PARAMETERS, MAX_CODE, MAX_IGNORES = 600, 80, 300, 8, 18_000, 20
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield path, ast.parse(path.read_text())
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+
+
+def test_functions_are_short() -> None:
+    sizes = {where: (node.end_lineno or 0) - node.lineno + 1 for where, node in functions()}
+    assert {w: n for w, n in sizes.items() if n > MAX_FUNCTION} == {}
+    assert sorted(sizes.values())[int(0.9 * len(sizes))] <= 40
+
+
+def test_files_classes_and_the_whole_stay_within_budget() -> None:
+    files = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p, _ in sources()}
+    classes = {
+        f"{p.relative_to(ROOT)}:{n.name}": (n.end_lineno or 0) - n.lineno + 1
+        for p, tree in sources() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)
+    }  # fmt: skip
+    assert {f: n for f, n in files.items() if n > MAX_FILE} == {}
+    assert {c: n for c, n in classes.items() if n > MAX_CLASS} == {}
+    assert sum(files.values()) <= MAX_CODE
+
+
+def test_functions_take_few_parameters() -> None:
+    def count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+        a = node.args
+        return len([x for x in (*a.posonlyargs, *a.args, *a.kwonlyargs) if x.arg not in ("self", "cls")])
+
+    assert {w: count(n) for w, n in functions() if count(n) > MAX_PARAMETERS} == {}
+
+
+def test_names_say_what_a_thing_is() -> None:
+    names = {str(p.relative_to(ROOT)): p.stem for p, _ in sources()}
+    for path, tree in sources():
+        names.update({f"{path.relative_to(ROOT)}:{n.name}": n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)})
+    snake = {where: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name) for where, name in names.items()}
+    assert [where for where, name in snake.items() if BANNED.search(name)] == []
+
+
+def test_environment_is_read_in_one_file() -> None:
+    readers = {
+        str(p.relative_to(ROOT)) for p, tree in sources() for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and ast.unparse(n) in ("os.environ", "os.getenv")
+    }  # fmt: skip
+    assert readers <= {"cluster/env.py"}
+
+
+def test_no_pickle_on_our_sockets() -> None:
+    importers = [
+        str(p.relative_to(ROOT)) for p, tree in sources() for n in ast.walk(tree)
+        if isinstance(n, ast.Import | ast.ImportFrom) and re.search(r"\b(pickle|cloudpickle|marshal|shelve)\b", ast.unparse(n))
+    ]  # fmt: skip
+    assert importers == []
+
+
+def test_type_ignores_are_few_and_reasoned() -> None:
+    lines = [
+        (str(p.relative_to(ROOT)), line) for p, _ in sources() for line in p.read_text().splitlines() if "type: ignore" in line
+    ]  # fmt: skip
+    assert len(lines) <= MAX_IGNORES
+    assert [where for where, line in lines if not re.search(r"type: ignore\[[\w, -]+\]\s+#\s*\w", line)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_come_from_this_checkout(package: str) -> None:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    assert Path(spec.origin).is_relative_to(ROOT)
+
+
+def test_paths_named_in_docs_exist() -> None:
+    missing = []
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        if page.name == "design.md" or not page.exists():
+            continue
+        for name in re.findall(r"`((?:%s|configs|tests|docs)/[\w./-]+)`" % "|".join(PACKAGES), page.read_text()):
+            if not (ROOT / name).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {name}")
+    assert missing == []
+
+
+def test_no_machine_path_or_registry_in_tracked_files() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-nIE", r"/root/|/work/|pypi\.org|files\.pythonhosted", "--", ".", ":!tests/architecture"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.stdout == ""

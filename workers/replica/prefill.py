@@ -1,0 +1,252 @@
+"""The prefill role: accept whole prompts, compute them, ship their KV while computing, hold the blocks until ADOPTED.
+
+Runs on the engine thread. It samples the first token and hands it over in FIN; it never speaks to the client about tokens.
+
+    PREFILL -> reserve every block, ACCEPT, BEGIN, start
+    layer group of a chunk computed -> push(unit)            (kv_transfer gathers it at once and sends when granted)
+    prompt computed, first token sampled -> finish(meta)     FIN
+    ADOPTED -> END with timings, blocks back                 TransferFailed -> FAILED, blocks back
+"""
+
+import json
+import time
+from dataclasses import dataclass, field
+
+from kv_transfer.channel import Adopted, Granted, KVSender, SenderEvent, SendTrace, TransferFailed
+from kv_transfer.layout import KVLayout, plan_units
+from kv_transfer.messages import TransferKey
+from workers.engine.engine import Engine, StepResult
+from workers.engine.plan import Chunk, StepPlan
+from workers.engine.request import Request
+from workers.protocol import (
+    Abort,
+    BusyReason,
+    Generate,
+    Prefill,
+    PrefillEnd,
+    PrefillTimings,
+    StreamKey,
+    unpack_tokens,
+)
+from workers.replica.config import ReplicaConfig
+from workers.replica.desk import Desk
+from workers.replica.handoff import HANDOFF_CODEC, HandOff
+from workers.replica.streams import Attempt
+
+TTFT_SHARE = 0.3
+RATE_WEIGHT = 0.2
+
+
+@dataclass(slots=True)
+class Shipment:
+    """One prompt on its way: what has been pushed and when its chunks ran. Times are microseconds of the monotonic clock."""
+
+    key: StreamKey
+    num_tokens: int
+    accepted_us: int
+    is_explained: bool
+    pushed_tokens: int = 0
+    computed_tokens: int = 0
+    chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(first token, tokens, start, end) of each chunk."""
+    facts: dict[str, object] = field(default_factory=dict)
+    groups: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """For the step that runs now: last layer of a group -> (tokens up to, first layer, layers)."""
+
+
+def now_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+class PrefillRole:
+    """Also the engine's step observer: it learns when a layer of a step has been computed."""
+
+    def __init__(self, config: ReplicaConfig, engine: Engine, sender: KVSender, layout: KVLayout, desk: Desk) -> None:
+        self._config, self._engine, self._sender, self._layout, self.desk = config, engine, sender, layout, desk
+        self._shipments: dict[StreamKey, Shipment] = {}
+        self._tokens_per_s = 0.0
+        self._step_started_us = 0
+
+    # --- requests -------------------------------------------------------------------------------------------------------
+
+    def prefill(self, ingress: int, message: Prefill) -> None:
+        """Reserves, accepts and starts a prompt, or answers BUSY."""
+        if not self.desk.arrives(ingress, message):
+            return
+        key = StreamKey(message.stream, message.attempt)
+        self._supersede(key)
+        known = unpack_tokens(message.prompt) + unpack_tokens(message.emitted)
+        num_emitted = len(message.emitted) // 4
+        reason = self.desk.hindrance(message) or self._refusal(message, len(known))
+        request = Request(
+            key=key, known=known, num_prompt=len(known) - num_emitted, num_emitted=num_emitted, sampling=message.sampling,
+            hold_after_prompt=True, reason="routine", explain=message.explain, arrival=self.desk.clock(),
+        )  # fmt: skip
+        if reason is None and not self._engine.reserve(request, self._blocks_for(len(known))):
+            reason = "blocks"
+        if reason is not None:
+            self.desk.refuse(ingress, message, reason)
+            return
+        self.desk.accept(ingress, message, num_emitted)
+        self._shipments[key] = Shipment(key, len(known), now_us(), message.explain, pushed_tokens=message.skip_tokens)
+        self._sender.begin(TransferKey(*key), message.decode, request.blocks, len(known), message.skip_tokens)
+        self._engine.start(key)
+
+    def generate(self, ingress: int, message: Generate) -> None:
+        """A prefill worker generates nothing; says so instead of staying silent."""
+        if self.desk.arrives(ingress, message):
+            self.desk.accept(ingress, message, 0)
+            self.desk.fail(StreamKey(message.stream, message.attempt), "invalid")
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._config.block_tokens)
+
+    def _refusal(self, message: Prefill, num_tokens: int) -> BusyReason | None:
+        if message.decode not in self._sender.open_peers():
+            return "no_lane"
+        queued = self.queued_tokens
+        allowed_s = TTFT_SHARE * self._config.ttft_target_ms / 1000
+        if queued and self._tokens_per_s and (queued + num_tokens) / self._tokens_per_s > allowed_s:
+            return "prefill_time"
+        return None
+
+    @property
+    def queued_tokens(self) -> int:
+        """Accepted prompt tokens that are not computed yet."""
+        return sum(s.num_tokens - s.computed_tokens for s in self._shipments.values())
+
+    def _supersede(self, key: StreamKey) -> None:
+        older = self.desk.streams.older_than(key)
+        if older is not None:
+            self.drop(older)
+
+    def abort(self, message: Abort) -> None:
+        attempt = self.desk.streams.get(StreamKey(message.stream, message.attempt))
+        if attempt is not None:
+            self.drop(attempt)
+
+    def drop(self, attempt: Attempt) -> None:
+        """Stops the work of an attempt and forgets it; nothing more is said about it."""
+        self._let_go(attempt.key)
+        self.desk.streams.remove(attempt.key)
+
+    def expire(self, attempt: Attempt) -> None:
+        """The attempt ran out of time before it was adopted."""
+        self._let_go(attempt.key)
+        self.desk.fail(attempt.key, "deadline")
+
+    def _let_go(self, key: StreamKey) -> None:
+        if self._shipments.pop(key, None) is not None:
+            self._sender.abort(TransferKey(*key), "aborted")
+            self._engine.release(key)
+
+    # --- the engine's step ------------------------------------------------------------------------------------------------
+
+    def planned(self, plan: StepPlan) -> None:
+        """Decides which units this step completes: whole chunks join until a unit is large enough or the prompt ends."""
+        self._step_started_us = now_us()
+        for chunk in plan.chunks:
+            shipment = self._shipments.get(chunk.key)
+            if shipment is None:
+                continue
+            end = chunk.first_position + len(chunk.tokens)
+            waiting = end - shipment.pushed_tokens
+            enough = self._layout.unit_bytes(waiting, self._layout.num_layers) >= self._config.min_unit_bytes
+            shipment.groups = {}
+            if waiting > 0 and (enough or end >= shipment.num_tokens):
+                for first, count in plan_units(waiting, self._layout, self._config.min_unit_bytes):
+                    shipment.groups[first + count - 1] = (end, first, count)
+
+    def layer_done(self, plan: StepPlan, layer: int) -> None:
+        """Pushes the layer groups that end with `layer`: their KV is final for every token of the step."""
+        for chunk in plan.chunks:
+            shipment = self._shipments.get(chunk.key)
+            group = shipment.groups.get(layer) if shipment is not None else None
+            if shipment is not None and group is not None:
+                end, first, count = group
+                start = shipment.pushed_tokens
+                self._sender.push(TransferKey(*shipment.key), start, end - start, first, count)
+
+    def computed(self, plan: StepPlan) -> None:
+        """Notes the chunk times and learns the rate at which prompts are computed."""
+        ended_us, num_tokens = now_us(), 0
+        for chunk in plan.chunks:
+            num_tokens += self._note_chunk(chunk, ended_us)
+        if num_tokens:
+            rate = num_tokens / max(1e-6, (ended_us - self._step_started_us) / 1e6)
+            self._tokens_per_s += RATE_WEIGHT * (rate - self._tokens_per_s) if self._tokens_per_s else rate
+
+    def _note_chunk(self, chunk: Chunk, ended_us: int) -> int:
+        shipment = self._shipments.get(chunk.key)
+        if shipment is None:
+            return 0
+        shipment.computed_tokens = chunk.first_position + len(chunk.tokens)
+        if shipment.groups:
+            shipment.pushed_tokens, shipment.groups = shipment.computed_tokens, {}
+        shipment.chunks.append((chunk.first_position, len(chunk.tokens), self._step_started_us, ended_us))
+        return len(chunk.tokens)
+
+    def stepped(self, result: StepResult) -> None:
+        """Hands over every prompt whose first token has been sampled."""
+        for key, facts in result.explains:
+            if key in self._shipments:
+                self._shipments[key].facts = facts
+        for output in result.outputs:
+            shipment = self._shipments.get(output.key)
+            if shipment is not None:
+                meta = HandOff(output.token, output.position, shipment.num_tokens)
+                self._sender.finish(TransferKey(*output.key), HANDOFF_CODEC.encode(meta))
+
+    # --- the transfer's end -----------------------------------------------------------------------------------------------
+
+    def transfer(self, event: SenderEvent) -> None:
+        """Ends a shipment: adopted or failed. A grant needs nothing here."""
+        if isinstance(event, Granted) or not isinstance(event, Adopted | TransferFailed):
+            return
+        key = StreamKey(*event.key)
+        shipment = self._shipments.pop(key, None)
+        if shipment is None:
+            return
+        self._engine.release(key)
+        if isinstance(event, TransferFailed):
+            self.desk.fail(key, "peer_lost" if event.reason == "peer_lost" else "transfer", "transfer")
+            return
+        if shipment.is_explained:
+            self.desk.explain(key, _to_json, explain_facts(shipment, event.trace))
+        self.desk.finish(key, PrefillEnd(key.stream, key.attempt, timings(shipment, event.trace)))
+
+    def fail_rest(self) -> None:
+        """At the end of a drain: everything still here fails as draining."""
+        for attempt in self.desk.streams.live():
+            self._let_go(attempt.key)
+            self.desk.fail(attempt.key, "draining")
+
+
+def timings(shipment: Shipment, trace: SendTrace) -> PrefillTimings:
+    """The figures of one adopted shipment. Pure but for the clock that dates ADOPTED."""
+    started, ended = shipment.chunks[0][2], shipment.chunks[-1][3]
+    return PrefillTimings(
+        queued_us=max(0, started - shipment.accepted_us),
+        compute_us=max(0, ended - started),
+        num_chunks=len(shipment.chunks),
+        num_units=len(trace.units),
+        sent_bytes=sum(unit.num_bytes for unit in trace.units),
+        hidden_bytes=sum(unit.num_bytes for unit in trace.units if unit.sent_us <= ended),
+        exposed_us=max(0, now_us() - ended),
+        prompt_tokens=shipment.computed_tokens,
+    )
+
+
+def explain_facts(shipment: Shipment, trace: SendTrace) -> dict[str, object]:
+    return {
+        "chunks": shipment.chunks,
+        "units": [
+            (u.first_token, u.num_tokens, u.first_layer, u.num_layers, u.num_bytes, u.pushed_us, u.sent_us)
+            for u in trace.units
+        ],
+        "first_token": shipment.facts,
+    }
+
+
+def _to_json(facts: dict[str, object]) -> bytes:
+    return json.dumps(facts).encode()
