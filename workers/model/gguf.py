@@ -1,8 +1,8 @@
 """A GGUF file to a folder that transformers and Baton load: weights, config, tokenizer and chat template.
 
-Knows the GGUF names of the llama family with a byte-level BPE tokenizer. Refuses everything else by name. Knows no torch.
-The stored dtype is float32: a dequantized 4-bit weight is `scale * q + min` with float16 scale and min, which needs more bits
-than bfloat16 and float16 have, so float32 is the smallest dtype in which the conversion is exact.
+Knows the GGUF names of the llama family with a byte-level BPE tokenizer. Refuses everything else by name. Knows no
+torch. The stored dtype is float32: a dequantized 4-bit weight is `scale * q + min` with float16 scale and min, which
+needs more bits than bfloat16 and float16 have, so float32 is the smallest dtype in which the conversion is exact.
 """
 
 import json
@@ -50,9 +50,9 @@ Weight = npt.NDArray[np.float32]
 def convert_gguf(gguf_path: Path, out_dir: Path, progress: Progress = ignore_progress) -> None:
     """Make `out_dir` a model folder equal to the GGUF file; it appears whole or not at all.
 
-    A folder that is already there and complete is left as it is. Two processes may convert into the same folder at once: the
-    first to finish wins. Raises `ModelRefused` for an architecture or tokenizer that is not known, `ModelDamaged` for a file
-    that is no GGUF, and OSError where the disk fails; the partial folder is removed then.
+    A folder that is already there and complete is left as it is. Two processes may convert into the same folder at
+    once: the first to finish wins. Raises `ModelRefused` for an architecture or tokenizer that is not known,
+    `ModelDamaged` for a file that is no GGUF, and OSError where the disk fails; the partial folder is removed then.
     """
     if is_converted(out_dir):
         return
@@ -97,7 +97,7 @@ def _sweep_partials(out_dir: Path) -> None:
 
 
 def _write_folder(gguf_path: Path, folder: Path, progress: Progress) -> None:
-    from gguf import GGUFReader  # noqa: PLC0415  # two seconds that only a conversion pays
+    from gguf import GGUFReader  # two seconds that only a conversion pays
 
     progress("reading", 0.0)
     try:
@@ -176,7 +176,7 @@ def _plan_generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_tokenizer(fields: Fields) -> Any:
     """The `tokenizers.Tokenizer` of a GGUF header with its own pre-tokenizer rule (transformers forgets `smollm`'s)."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415  # conversion only
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # conversion only
 
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
@@ -223,7 +223,8 @@ def _write_tokenizer(fields: Fields, folder: Path) -> None:
 
 
 def _write_weights(tensors: list[Any], config: Mapping[str, Any], path: Path, progress: Progress) -> int:
-    """Write one safetensors file, tensor by tensor, so that memory holds one weight at a time; returns its size in bytes.
+    """Write one safetensors file, tensor by tensor, so that memory holds one weight at a time; returns its size in
+    bytes.
 
     The header is padded so that data starts on a 64-byte line; offsets follow the order of the GGUF file.
     """
@@ -250,7 +251,7 @@ def _write_weights(tensors: list[Any], config: Mapping[str, Any], path: Path, pr
 
 
 def _read_weights(tensors: list[Any], config: Mapping[str, Any]) -> Iterator[Weight]:
-    from gguf.quants import dequantize  # noqa: PLC0415  # conversion only
+    from gguf.quants import dequantize  # conversion only
 
     for tensor in tensors:
         weight: Weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)

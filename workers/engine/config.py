@@ -1,0 +1,41 @@
+"""What an engine is built with. Knows numbers only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Limits of one engine; raises ValueError where they contradict each other."""
+
+    block_tokens: int
+    """Tokens per KV block, >= 1."""
+    num_blocks: int
+    """KV blocks in the pool, >= 1."""
+    chunk_tokens: int
+    """Prompt tokens computed per step, all requests together, >= 1."""
+    max_running: int
+    """Requests reserved, running or preempted at the same time, >= 1; held ones do not count."""
+    max_context_tokens: int
+    """Prompt and output tokens of one request, >= 2; the pool holds at least one such request."""
+    ageing_tokens_per_s: float = 1000.0
+    """A waiting prompt ranks as if it were this much shorter for each second since it arrived, > 0."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("block_tokens", 1), ("num_blocks", 1), ("chunk_tokens", 1), ("max_running", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} is {getattr(self, name)}, needs at least {low}")
+        if self.max_context_tokens < 2:
+            raise ValueError(
+                f"max_context_tokens is {self.max_context_tokens}, needs room for a prompt and an output: 2"
+            )
+        if self.ageing_tokens_per_s <= 0:
+            raise ValueError(f"ageing_tokens_per_s is {self.ageing_tokens_per_s}: a long prompt would wait for ever")
+        if self.max_context_tokens > self.num_blocks * self.block_tokens:
+            raise ValueError(
+                f"max_context_tokens {self.max_context_tokens} does not fit the pool of {self.num_blocks} blocks of "
+                f"{self.block_tokens} tokens: raise num_blocks or lower max_context_tokens"
+            )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold the KV cache of `num_tokens` tokens."""
+        return -(-num_tokens // self.block_tokens)
