@@ -64,7 +64,7 @@ class Engine:
         self.pool = BlockPool(config.num_blocks)
         self._runner = runner
         self._clock = clock
-        self._observer = observer
+        self.observer = observer
         self._scheduler = Scheduler(config, self.pool)
         self._requests: dict[StreamKey, Request] = {}
         self._adopted: dict[StreamKey, int] = {}
@@ -140,7 +140,7 @@ class Engine:
             self._append(self._requests[key], token, result)
 
     def _run(self, plan: StepPlan) -> RunResult:
-        observer = self._observer
+        observer = self.observer
         if observer is None:
             return self._runner.execute(plan, _ignore_layer)
         observer.planned(plan)
