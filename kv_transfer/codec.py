@@ -90,8 +90,8 @@ def _check_message(cls: type) -> Check:
 def make_check(hint: object, bounds: tuple[object, ...] = ()) -> Check:
     """A function that turns one decoded msgpack value into the annotated type or raises `FrameInvalid`.
 
-    Understands int, float, bool, str, bytes, Literal, `T | None`, `tuple[T, ...]`, nested dataclasses, and `Annotated` with
-    `Between` or `Size`.
+    Understands int, float, bool, str, bytes, Literal, `T | None`, `tuple[T, ...]`, nested dataclasses, and `Annotated`
+    with `Between` or `Size`.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
@@ -106,7 +106,7 @@ def make_check(hint: object, bounds: tuple[object, ...] = ()) -> Check:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _check_message(hint)
     if hint in (int, float, bool, str, bytes):
-        return _check_scalar(typing.cast(type, hint), bounds)
+        return _check_scalar(typing.cast("type", hint), bounds)
     raise TypeError(f"wire cannot carry {hint!r}")
 
 
@@ -132,7 +132,9 @@ class Codec:
         assert isinstance(plain, list)
         payload: bytes = msgpack.packb([self._tags[type(message)], *plain], use_bin_type=True)
         if len(payload) > self.max_frame_bytes:
-            raise FrameInvalid(f"{type(message).__name__} of {len(payload)} bytes is over the limit of {self.max_frame_bytes}")
+            raise FrameInvalid(
+                f"{type(message).__name__} of {len(payload)} bytes is over the limit of {self.max_frame_bytes}"
+            )
         return payload
 
     def decode(self, payload: bytes) -> object:
@@ -140,11 +142,17 @@ class Codec:
             raise FrameInvalid(f"payload of {len(payload)} bytes is over the limit of {self.max_frame_bytes}")
         try:
             fields = msgpack.unpackb(
-                payload, raw=False, strict_map_key=True, max_str_len=self.max_frame_bytes, max_bin_len=self.max_frame_bytes,
+                payload, raw=False, strict_map_key=True,
+                max_str_len=self.max_frame_bytes, max_bin_len=self.max_frame_bytes,
                 max_array_len=self._max_array, max_map_len=0, max_ext_len=0,
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001  # msgpack raises a dozen unrelated types on hostile input
             raise FrameInvalid(f"payload is not msgpack within the limits ({type(error).__name__})") from None
-        if not isinstance(fields, list) or not fields or type(fields[0]) is not int or not 0 <= fields[0] < len(self._checks):
+        if (
+            not isinstance(fields, list)
+            or not fields
+            or type(fields[0]) is not int
+            or not 0 <= fields[0] < len(self._checks)
+        ):
             raise FrameInvalid("payload does not start with a known message tag")
         return self._checks[fields[0]](fields[1:])

@@ -1,8 +1,8 @@
 """What crosses between an ingress and a worker: the messages of the front link, exactly as docs/protocol.md lists them.
 
-Pure data with limits; no torch, no asyncio. A stream is the 128-bit random id of one choice of one request. An attempt counts
-the GENERATEs of a stream: it is a fence and nothing else. An incarnation is the 64-bit random id of a process. All times are
-remaining or elapsed milliseconds, never clock readings.
+Pure data with limits; no torch, no asyncio. A stream is the 128-bit random id of one choice of one request. An attempt
+counts the GENERATEs of a stream: it is a fence and nothing else. An incarnation is the 64-bit random id of a process.
+All times are remaining or elapsed milliseconds, never clock readings.
 """
 
 import secrets
@@ -73,7 +73,8 @@ def unpack_tokens(packed: bytes) -> list[int]:
 class SamplingParams:
     """How one stream draws its tokens and when it ends.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 and min_p 0 are off. `stop_token_ids` holds the end-of-sequence ids too.
+    temperature 0 is greedy. top_k 0 and top_p 1 and min_p 0 are off. `stop_token_ids` holds the end-of-sequence ids
+    too.
     """
 
     temperature: Annotated[float, Between(0.0, 100.0)] = 0.0
@@ -119,7 +120,7 @@ class DecodeTimings:
     """Prompt tokens computed here, whatever the reason."""
 
 
-# --- down: ingress to worker ----------------------------------------------------------------------------------------------
+# --- down: ingress to worker ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,8 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """complete=False: gaps, send again from `count`. complete=True: the first frame after a (re-)dial: abort all else."""
+    """complete=False: gaps, send again from `count`. complete=True: the first frame after a (re-)dial: abort all
+    else."""
 
     positions: Annotated[tuple[Position, ...], Size(0, 65536)]
     complete: bool
@@ -196,7 +198,7 @@ class Heartbeat:
     """Worker: time since the engine thread last finished a turn of its loop. Ingress: 0."""
 
 
-# --- up: worker to ingress -------------------------------------------------------------------------------------------------
+# --- up: worker to ingress ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kv_transfer", "workers", "router", "cluster")
+NAMED_PATH = re.compile(r"`((?:{}|configs|tests|docs)/[\w./-]+)`".format("|".join(PACKAGES)))
 BANNED = re.compile(r"(^|_)(utils?|helpers?|common|misc|manager)($|_)|mixin", re.I)
 MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_PARAMETERS, MAX_CODE, MAX_IGNORES = 600, 80, 300, 8, 18_000, 20
 
@@ -19,6 +20,11 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             yield path, ast.parse(path.read_text())
+
+
+def code_lines(path: Path) -> int:
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    return sum(1 for line in lines if line and not line.startswith("#"))
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -42,7 +48,7 @@ def test_files_classes_and_the_whole_stay_within_budget() -> None:
     }  # fmt: skip
     assert {f: n for f, n in files.items() if n > MAX_FILE} == {}
     assert {c: n for c, n in classes.items() if n > MAX_CLASS} == {}
-    assert sum(files.values()) <= MAX_CODE
+    assert sum(code_lines(path) for path, _ in sources()) <= MAX_CODE
 
 
 def test_functions_take_few_parameters() -> None:
@@ -56,7 +62,9 @@ def test_functions_take_few_parameters() -> None:
 def test_names_say_what_a_thing_is() -> None:
     names = {str(p.relative_to(ROOT)): p.stem for p, _ in sources()}
     for path, tree in sources():
-        names.update({f"{path.relative_to(ROOT)}:{n.name}": n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)})
+        names.update(
+            {f"{path.relative_to(ROOT)}:{n.name}": n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+        )
     snake = {where: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name) for where, name in names.items()}
     assert [where for where, name in snake.items() if BANNED.search(name)] == []
 
@@ -70,19 +78,16 @@ def test_environment_is_read_in_one_file() -> None:
 
 
 def test_no_pickle_on_our_sockets() -> None:
-    importers = [
-        str(p.relative_to(ROOT)) for p, tree in sources() for n in ast.walk(tree)
-        if isinstance(n, ast.Import | ast.ImportFrom) and re.search(r"\b(pickle|cloudpickle|marshal|shelve)\b", ast.unparse(n))
-    ]  # fmt: skip
-    assert importers == []
+    pickling = re.compile(r"\b(pickle|cloudpickle|marshal|shelve)\b")
+    imports = [(p, n) for p, tree in sources() for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert [str(p.relative_to(ROOT)) for p, n in imports if pickling.search(ast.unparse(n))] == []
 
 
 def test_type_ignores_are_few_and_reasoned() -> None:
-    lines = [
-        (str(p.relative_to(ROOT)), line) for p, _ in sources() for line in p.read_text().splitlines() if "type: ignore" in line
-    ]  # fmt: skip
-    assert len(lines) <= MAX_IGNORES
-    assert [where for where, line in lines if not re.search(r"type: ignore\[[\w, -]+\]\s+#\s*\w", line)] == []
+    lines = [(str(p.relative_to(ROOT)), line) for p, _ in sources() for line in p.read_text().splitlines()]
+    ignores = [(where, line) for where, line in lines if "type: ignore" in line]
+    assert len(ignores) <= MAX_IGNORES
+    assert [where for where, line in ignores if not re.search(r"type: ignore\[[\w, -]+\]\s+#\s*\w", line)] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -94,14 +99,10 @@ def test_packages_come_from_this_checkout(package: str) -> None:
 
 
 def test_paths_named_in_docs_exist() -> None:
-    missing = []
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
-        if page.name == "design.md" or not page.exists():
-            continue
-        for name in re.findall(r"`((?:%s|configs|tests|docs)/[\w./-]+)`" % "|".join(PACKAGES), page.read_text()):
-            if not (ROOT / name).exists():
-                missing.append(f"{page.relative_to(ROOT)}: {name}")
-    assert missing == []
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = [(page, name) for page in pages for name in NAMED_PATH.findall(page.read_text())]
+    assert named
+    assert [f"{p.relative_to(ROOT)}: {name}" for p, name in named if not (ROOT / name).exists()] == []
 
 
 def test_no_machine_path_or_registry_in_tracked_files() -> None:

@@ -1,7 +1,8 @@
-"""The decode role: reserve, grant, adopt, speak. Also the colocated role, which computes its own prompts as a matter of routine.
+"""The decode role: reserve, grant, adopt, speak. Also the colocated role, which computes its own prompts as a matter of
+routine.
 
-Runs on the engine thread. Only decode speaks: the first token goes out as position len(emitted) when the hand-off verifies,
-then one token after the other. Prompt tokens are computed here only for a named reason.
+Runs on the engine thread. Only decode speaks: the first token goes out as position len(emitted) when the hand-off
+verifies, then one token after the other. Prompt tokens are computed here only for a named reason.
 
     GENERATE(source) -> reserve, expect, ACCEPT -> Arrived -> adopt -> tokens ... END
     GENERATE(local)  -> reserve, ACCEPT, start  -> tokens ... END
@@ -13,8 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kv_transfer.channel import Arrived, BlocksProven, KVReceiver, ReceiverEvent, ReceiveTrace, TransferFailed
+from kv_transfer.channel import KVReceiver
+
 from kv_transfer.errors import FrameInvalid
+from kv_transfer.events import Arrived, BlocksProven, ReceiverEvent, ReceiveTrace, TransferFailed
 from kv_transfer.messages import TransferKey
 from workers.engine.engine import Engine, StepResult
 from workers.engine.request import Request
@@ -72,7 +75,7 @@ class DecodeRole:
         self._last_step_us = 0
         self.itl_us = 0.0
 
-    # --- requests -------------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def generate(self, ingress: int, message: Generate) -> None:
         """Reserves blocks and accepts the stream, or answers BUSY."""
@@ -83,18 +86,13 @@ class DecodeRole:
         known = unpack_tokens(message.prompt) + unpack_tokens(message.emitted)
         num_emitted = len(message.emitted) // 4
         is_remote = message.local == "none"
-        reason = self.desk.hindrance(message) or self._refusal(message, is_remote)
         request = Request(
-            key=key, known=known, num_prompt=len(known) - num_emitted, num_emitted=num_emitted, sampling=message.sampling,
-            hold_after_prompt=False, reason=self._prompt_reason(message), explain=message.explain,
-            arrival=self.desk.clock(),
+            key=key, known=known, num_prompt=len(known) - num_emitted, num_emitted=num_emitted,
+            sampling=message.sampling, hold_after_prompt=False, reason=self._prompt_reason(message),
+            explain=message.explain, arrival=self.desk.clock(),
         )  # fmt: skip
-        if reason is None and not self._engine.reserve(request, self._blocks_for(request), self._keep_free()):
-            reason = "blocks"
-        if reason is not None:
-            self.desk.refuse(ingress, message, reason)
+        if not self._reserve(ingress, message, request, is_remote):
             return
-        self.desk.accept(ingress, message, num_emitted)
         self._sittings[key] = Sitting(
             key, len(known), num_emitted, now_us(), message.explain, is_remote, is_awaiting=is_remote
         )
@@ -104,11 +102,25 @@ class DecodeRole:
         else:
             self._engine.start(key)
 
+    def _reserve(self, ingress: int, message: Generate, request: Request, is_remote: bool) -> bool:
+        """Answers ACCEPT (True), BUSY, or FAILED(invalid) for what this engine can never serve."""
+        reason = self.desk.hindrance(message) or self._refusal(message, is_remote)
+        try:
+            if reason is None and not self._engine.reserve(request, self._blocks_for(request), self._keep_free()):
+                reason = "blocks"
+        except ValueError:
+            self.desk.reject(ingress, message)
+            return False
+        if reason is not None:
+            self.desk.refuse(ingress, message, reason)
+            return False
+        self.desk.accept(ingress, message, request.num_emitted)
+        return True
+
     def prefill(self, ingress: int, message: Prefill) -> None:
         """A decode worker ships nothing; says so instead of staying silent."""
         if self.desk.arrives(ingress, message):
-            self.desk.accept(ingress, message, 0)
-            self.desk.fail(StreamKey(message.stream, message.attempt), "invalid")
+            self.desk.reject(ingress, message)
 
     def _prompt_reason(self, message: Generate) -> PromptReason:
         if self._receiver is None or message.local == "none":
@@ -164,7 +176,7 @@ class DecodeRole:
             self._quarantined_since[block] = self.desk.clock()
         self._engine.release(key, quarantined)
 
-    # --- the transfer -----------------------------------------------------------------------------------------------------
+    # --- the transfer -----------------------------------------------------------------------------------------------
 
     def transfer(self, event: ReceiverEvent) -> None:
         """A hand-off arrived or failed, or quarantined blocks are proven."""
@@ -189,14 +201,17 @@ class DecodeRole:
             meta = HANDOFF_CODEC.decode(event.meta)
         except FrameInvalid:
             meta = None
-        if not isinstance(meta, HandOff) or (meta.position, meta.num_tokens) != (sitting.num_emitted, sitting.num_tokens):
+        if not isinstance(meta, HandOff) or (meta.position, meta.num_tokens) != (
+            sitting.num_emitted,
+            sitting.num_tokens,
+        ):
             self._let_go(key, "bad hand-off")
             self.desk.fail(key, "transfer", "transfer")
             return
         sitting.is_awaiting, sitting.adopted_us, sitting.trace = False, now_us(), event.trace
         self._engine.adopt(key, meta.token)
 
-    # --- the engine's step --------------------------------------------------------------------------------------------------
+    # --- the engine's step ------------------------------------------------------------------------------------------
 
     def stepped(self, result: StepResult) -> None:
         """Passes tokens on, ends finished streams, and measures the time between steps."""
@@ -240,12 +255,6 @@ class DecodeRole:
             num_units=len(units),
             prompt_tokens=0 if sitting.is_remote else sitting.num_tokens,
         )
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens accepted for computation here and not computed yet."""
-        local = [self._engine.get(s.key) for s in self._sittings.values() if not s.is_remote]
-        return sum(max(0, len(r.known) - 1 - r.computed) for r in local if r is not None)
 
     def quarantine_fault(self) -> str | None:
         """What is wrong when blocks stay in quarantine for longer than QUARANTINE_LIMIT_S."""

@@ -1,7 +1,7 @@
 """What both roles share: the stream table, what is posted to the ingresses, order among refused requests, deadlines.
 
-Runs on the engine thread only. Knows no engine, no KV transfer and no socket: a role asks the desk whether it may accept a
-request, and tells it how the attempt ended.
+Runs on the engine thread only. Knows no engine, no KV transfer and no socket: a role asks the desk whether it may
+accept a request, and tells it how the attempt ended.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Desk:
     def post(self, ingress: int, message: UpMessage) -> None:
         self._outbox.setdefault(ingress, []).append(message)
 
-    # --- arrivals -----------------------------------------------------------------------------------------------------
+    # --- arrivals ---------------------------------------------------------------------------------------------------
 
     def arrives(self, ingress: int, message: Generate | Prefill) -> bool:
         """False when the attempt needs no further look: stale, or known (then it gets the same answer again)."""
@@ -99,7 +99,12 @@ class Desk:
         self.post(ingress, accept)
         return attempt
 
-    # --- results ------------------------------------------------------------------------------------------------------
+    def reject(self, ingress: int, message: Generate | Prefill) -> None:
+        """Answers FAILED(invalid): no worker of this kind can ever serve the request."""
+        self.accept(ingress, message, 0)
+        self.fail(StreamKey(message.stream, message.attempt), "invalid")
+
+    # --- results ----------------------------------------------------------------------------------------------------
 
     def token(self, key: StreamKey, position: int, token: int) -> None:
         """Passes one output token on; positions must follow each other."""
@@ -127,7 +132,7 @@ class Desk:
         if attempt is not None and len(text) <= EXPLAIN_BYTES:
             self.post(attempt.ingress, Explain(key.stream, key.attempt, self.role, text))
 
-    # --- the ingress's other words --------------------------------------------------------------------------------------
+    # --- the ingress's other words ----------------------------------------------------------------------------------
 
     def resume(self, ingress: int, message: Resume) -> list[Attempt]:
         """Answers what is asked again; returns the attempts that the ingress no longer knows, to be aborted."""

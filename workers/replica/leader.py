@@ -4,8 +4,8 @@
     front links, KV session  --->  inbox -> role -> engine.step() -> role -> outbox  ---> front links
     heartbeats                     every decision is taken here
 
-Built in any thread; `start`, `drain` and `stop` may be awaited on any event loop: the replica's own I/O runs on a loop of its
-own thread, so that heartbeats go on whatever the caller's loop or the engine does.
+Built in any thread; `start`, `drain` and `stop` may be awaited on any event loop: the replica's own I/O runs on a loop
+of its own thread, so that heartbeats go on whatever the caller's loop or the engine does.
 """
 
 import asyncio
@@ -20,10 +20,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kv_transfer.channel import KVReceiver, KVSender, KVSource
+from kv_transfer.channel import KVReceiver, KVSender
+
+from kv_transfer.events import KVSource
 from kv_transfer.messages import KVIdentity
 from kv_transfer.wire import KeyRing
 from workers.engine.engine import Engine
+from workers.model.progress import Progress, ignore_progress
 from workers.protocol import (
     Abort,
     Generate,
@@ -41,8 +44,8 @@ from workers.replica.decode import DecodeRole
 from workers.replica.desk import Desk
 from workers.replica.lifecycle import Lifecycle
 from workers.replica.link import FrontLink, Inbound, LinkDown, LinkUp
+from workers.replica.loading import LoadedModel, load_model
 from workers.replica.prefill import PrefillRole
-from workers.runner.load import LoadedModel, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +70,16 @@ class Leader:
         self,
         config: ReplicaConfig,
         on_fatal: Callable[[BaseException], None] = _die,
-        progress: Callable[[float], None] | None = None,
+        progress: Progress = ignore_progress,
     ) -> None:
         self.config, self._on_fatal = config, on_fatal
         self.incarnation = mint_incarnation()
         self.model: LoadedModel = load_model(config, progress)
         self.engine = Engine(self.model.engine_config, self.model.runner, time.monotonic)
         self.lifecycle = Lifecycle()
-        self._desk = Desk(config.role, "prefill" if config.role == "prefill" else "decode", self.lifecycle, time.monotonic)
+        self._desk = Desk(
+            config.role, "prefill" if config.role == "prefill" else "decode", self.lifecycle, time.monotonic
+        )
         self._ring = KeyRing.load(Path(config.secret_path))
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._last_turn = time.monotonic()
@@ -89,14 +94,14 @@ class Leader:
         self._io = threading.Thread(target=self._loop.run_forever, name="baton-io", daemon=True)
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
 
-    # --- construction -----------------------------------------------------------------------------------------------------
+    # --- construction -----------------------------------------------------------------------------------------------
 
     def _make_role(self) -> PrefillRole | DecodeRole:
         config, model = self.config, self.model
         if config.role == "colocated":
             return DecodeRole(config, self.engine, None, self._desk)
         shared: dict[str, Any] = {
-            "identity": KVIdentity.of(self.incarnation, model.digest, model.layout, config.transport),
+            "identity": KVIdentity(self.incarnation, model.digest, model.layout, transports=(config.transport,)),
             "ring": self._ring, "data": model.data, "layout": model.layout, "host": config.host,
             "emit": lambda event: self._inbox.put(lambda: self._role.transfer(event)), "verify": config.verify,
         }  # fmt: skip
@@ -117,7 +122,7 @@ class Leader:
             kv_bytes_per_token=model.layout.bytes_per_token,
         )  # fmt: skip
 
-    # --- life -------------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> WorkerEndpoint:
         """Opens the listeners and starts the threads; the replica is then READY. Call once."""
@@ -145,10 +150,12 @@ class Leader:
         return self._role.quarantine_fault() if isinstance(self._role, DecodeRole) else None
 
     async def drain(self) -> None:
-        """Refuses new work; returns when the last stream has ended, at the latest after drain_timeout_s, failing the rest."""
+        """Refuses new work; returns when the last stream has ended, at the latest after drain_timeout_s, failing the
+        rest."""
         self._inbox.put(lambda: self.lifecycle.become("draining"))
         deadline = time.monotonic() + self.config.drain_timeout_s
-        while self._desk.streams.live() and time.monotonic() < deadline and self._thread.is_alive():
+        # What is awaited is another thread's state.
+        while self._desk.streams.live() and time.monotonic() < deadline and self._thread.is_alive():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         self._inbox.put(self._role.fail_rest)
 
@@ -175,7 +182,7 @@ class Leader:
     def _engine_idle_ms(self) -> int:
         return int((time.monotonic() - self._last_turn) * 1000)
 
-    # --- the engine thread --------------------------------------------------------------------------------------------------
+    # --- the engine thread ------------------------------------------------------------------------------------------
 
     def _deliver(self, ingress: int, message: Inbound) -> None:
         self._inbox.put(lambda: self._handle(ingress, message))
@@ -252,9 +259,9 @@ class Leader:
             blocks_total=self.config.num_blocks,
             blocks_free=pool.num_free,
             blocks_quarantined=pool.num_quarantined,
-            running=self.engine.num_running,
-            waiting=self.engine.num_waiting,
-            queued_tokens=role.queued_tokens,
+            running=self.engine.count("running") + self.engine.count("held"),
+            waiting=self.engine.count("reserved") + self.engine.count("preempted"),
+            queued_tokens=self.engine.queued_tokens,
             itl_us=int(role.itl_us) if isinstance(role, DecodeRole) else 0,
             open_lanes=tuple(sorted(self._receiver.open_sources())) if self._receiver is not None else (),
             computed_prompt=self.engine.computed_prompt,

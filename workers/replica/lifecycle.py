@@ -11,14 +11,17 @@ _ALLOWED: dict[WorkerState, tuple[WorkerState, ...]] = {
 
 
 class Lifecycle:
-    """STARTING -> READY -> DRAINING -> STOPPED; each step may also go straight to STOPPED. One writer: the engine thread."""
+    """STARTING -> READY -> DRAINING -> STOPPED; each step may also go straight to STOPPED. One writer: the engine
+    thread.
+    """
 
     def __init__(self) -> None:
         self.state: WorkerState = "starting"
         self._story: list[WorkerState] = ["starting"]
 
     def become(self, state: WorkerState) -> None:
-        """Moves on, or stays when already there. Raises AssertionError with the story so far on a forbidden transition."""
+        """Moves on, or stays when already there. Raises AssertionError with the story so far on a forbidden
+        transition."""
         if state == self.state:
             return
         assert state in _ALLOWED[self.state], f"lifecycle {' -> '.join(self._story)} cannot become {state}"

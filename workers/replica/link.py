@@ -1,10 +1,10 @@
 """The worker's end of the front link: ingresses dial, frames go up and down, heartbeats never touch the engine thread.
 
-Knows frames and connections; takes no decision about a request. Everything an ingress says goes to `deliver` (which only
-queues it for the engine thread); everything the engine thread says comes through `send`.
+Knows frames and connections; takes no decision about a request. Everything an ingress says goes to `deliver` (which
+only queues it for the engine thread); everything the engine thread says comes through `send`.
 
-A link with more than MAX_UNSENT_BYTES unsent gets no new frame: token deltas are merged per stream meanwhile, so that a slow
-ingress costs memory in proportion to its streams and not to time.
+A link with more than MAX_UNSENT_BYTES unsent gets no new frame: token deltas are merged per stream meanwhile, so that a
+slow ingress costs memory in proportion to its streams and not to time.
 """
 
 import asyncio

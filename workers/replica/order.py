@@ -1,7 +1,7 @@
 """Who may be passed and for how long: a refused request is not starved by smaller ones. Pure; the clock is an argument.
 
-docs/protocol.md, Reservations, "Order": a worker remembers the longest-waiting refused request for 1 s (each retry renews it).
-Once others have been accepted past it for 1 s, whatever waited less is told BUSY(behind_older).
+docs/protocol.md, Reservations, "Order": a worker remembers the longest-waiting refused request for 1 s (each retry
+renews it). Once others have been accepted past it for 1 s, whatever waited less is told BUSY(behind_older).
 """
 
 from dataclasses import dataclass

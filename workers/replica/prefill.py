@@ -1,6 +1,7 @@
 """The prefill role: accept whole prompts, compute them, ship their KV while computing, hold the blocks until ADOPTED.
 
-Runs on the engine thread. It samples the first token and hands it over in FIN; it never speaks to the client about tokens.
+Runs on the engine thread. It samples the first token and hands it over in FIN; it never speaks to the client about
+tokens.
 
     PREFILL -> reserve every block, ACCEPT, BEGIN, start
     layer group of a chunk computed -> push(unit)            (kv_transfer gathers it at once and sends when granted)
@@ -12,7 +13,9 @@ import json
 import time
 from dataclasses import dataclass, field
 
-from kv_transfer.channel import Adopted, Granted, KVSender, SenderEvent, SendTrace, TransferFailed
+from kv_transfer.channel import KVSender
+
+from kv_transfer.events import Adopted, SenderEvent, SendTrace, TransferFailed
 from kv_transfer.layout import KVLayout, plan_units
 from kv_transfer.messages import TransferKey
 from workers.engine.engine import Engine, StepResult
@@ -39,7 +42,9 @@ RATE_WEIGHT = 0.2
 
 @dataclass(slots=True)
 class Shipment:
-    """One prompt on its way: what has been pushed and when its chunks ran. Times are microseconds of the monotonic clock."""
+    """One prompt on its way: what has been pushed and when its chunks ran. Times are microseconds of the monotonic
+    clock.
+    """
 
     key: StreamKey
     num_tokens: int
@@ -67,7 +72,7 @@ class PrefillRole:
         self._tokens_per_s = 0.0
         self._step_started_us = 0
 
-    # --- requests -------------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def prefill(self, ingress: int, message: Prefill) -> None:
         """Reserves, accepts and starts a prompt, or answers BUSY."""
@@ -77,26 +82,37 @@ class PrefillRole:
         self._supersede(key)
         known = unpack_tokens(message.prompt) + unpack_tokens(message.emitted)
         num_emitted = len(message.emitted) // 4
-        reason = self.desk.hindrance(message) or self._refusal(message, len(known))
         request = Request(
-            key=key, known=known, num_prompt=len(known) - num_emitted, num_emitted=num_emitted, sampling=message.sampling,
-            hold_after_prompt=True, reason="routine", explain=message.explain, arrival=self.desk.clock(),
+            key=key, known=known, num_prompt=len(known) - num_emitted, num_emitted=num_emitted,
+            sampling=message.sampling, hold_after_prompt=True, reason="routine",
+            explain=message.explain, arrival=self.desk.clock(),
         )  # fmt: skip
-        if reason is None and not self._engine.reserve(request, self._blocks_for(len(known))):
-            reason = "blocks"
-        if reason is not None:
-            self.desk.refuse(ingress, message, reason)
+        if not self._reserve(ingress, message, request):
             return
-        self.desk.accept(ingress, message, num_emitted)
         self._shipments[key] = Shipment(key, len(known), now_us(), message.explain, pushed_tokens=message.skip_tokens)
         self._sender.begin(TransferKey(*key), message.decode, request.blocks, len(known), message.skip_tokens)
         self._engine.start(key)
 
+    def _reserve(self, ingress: int, message: Prefill, request: Request) -> bool:
+        """Answers ACCEPT (True), BUSY, or FAILED(invalid) for what this engine can never serve."""
+        num_tokens = len(request.known)
+        reason = self.desk.hindrance(message) or self._refusal(message, num_tokens)
+        try:
+            if reason is None and not self._engine.reserve(request, self._blocks_for(num_tokens)):
+                reason = "blocks"
+        except ValueError:
+            self.desk.reject(ingress, message)
+            return False
+        if reason is not None:
+            self.desk.refuse(ingress, message, reason)
+            return False
+        self.desk.accept(ingress, message, request.num_emitted)
+        return True
+
     def generate(self, ingress: int, message: Generate) -> None:
         """A prefill worker generates nothing; says so instead of staying silent."""
         if self.desk.arrives(ingress, message):
-            self.desk.accept(ingress, message, 0)
-            self.desk.fail(StreamKey(message.stream, message.attempt), "invalid")
+            self.desk.reject(ingress, message)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._config.block_tokens)
@@ -104,16 +120,11 @@ class PrefillRole:
     def _refusal(self, message: Prefill, num_tokens: int) -> BusyReason | None:
         if message.decode not in self._sender.open_peers():
             return "no_lane"
-        queued = self.queued_tokens
+        queued = self._engine.queued_tokens
         allowed_s = TTFT_SHARE * self._config.ttft_target_ms / 1000
         if queued and self._tokens_per_s and (queued + num_tokens) / self._tokens_per_s > allowed_s:
             return "prefill_time"
         return None
-
-    @property
-    def queued_tokens(self) -> int:
-        """Accepted prompt tokens that are not computed yet."""
-        return sum(s.num_tokens - s.computed_tokens for s in self._shipments.values())
 
     def _supersede(self, key: StreamKey) -> None:
         older = self.desk.streams.older_than(key)
@@ -140,10 +151,11 @@ class PrefillRole:
             self._sender.abort(TransferKey(*key), "aborted")
             self._engine.release(key)
 
-    # --- the engine's step ------------------------------------------------------------------------------------------------
+    # --- the engine's step ------------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan) -> None:
-        """Decides which units this step completes: whole chunks join until a unit is large enough or the prompt ends."""
+        """Decides which units this step completes: whole chunks join until a unit is large enough or the prompt
+        ends."""
         self._step_started_us = now_us()
         for chunk in plan.chunks:
             shipment = self._shipments.get(chunk.key)
@@ -197,11 +209,11 @@ class PrefillRole:
                 meta = HandOff(output.token, output.position, shipment.num_tokens)
                 self._sender.finish(TransferKey(*output.key), HANDOFF_CODEC.encode(meta))
 
-    # --- the transfer's end -----------------------------------------------------------------------------------------------
+    # --- the transfer's end -----------------------------------------------------------------------------------------
 
     def transfer(self, event: SenderEvent) -> None:
         """Ends a shipment: adopted or failed. A grant needs nothing here."""
-        if isinstance(event, Granted) or not isinstance(event, Adopted | TransferFailed):
+        if not isinstance(event, Adopted | TransferFailed):
             return
         key = StreamKey(*event.key)
         shipment = self._shipments.pop(key, None)

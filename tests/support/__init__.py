@@ -1,0 +1,1 @@
+"""What tests share: worker processes without Ray, fake workers, clocks."""
