@@ -6,6 +6,7 @@
     |-- PeerLost            the connection ended, or the peer was silent for too long
     |-- PeerRefused         the peer answered the handshake with a reason code
     |-- LaneUnavailable     no warmed lane to that peer
+    |-- OutOfOrder          a message that the state of its transfer forbids
     `-- DeadlineExceeded    a wait ran past its deadline
 
 Concurrency: exceptions carry text only and may cross threads.
@@ -38,6 +39,10 @@ class PeerLost(TransferError):
 
 class LaneUnavailable(TransferError):
     """There is no open lane to the named peer."""
+
+
+class OutOfOrder(TransferError):
+    """A peer sent what the state of that transfer forbids; the text tells the transfer's story so far."""
 
 
 class DeadlineExceeded(TransferError):

@@ -1,8 +1,8 @@
 """Every socket of ours: framing, mutual handshake, MAC, for asyncio and for blocking sockets.
 
-Knows bytes and HMAC. Knows no message: the planes (`workers.protocol` for the front link, `messages` for sessions and lanes)
-encode their own with a `codec.Codec`. There is no pickle here and nothing of a peer is decoded before it is authenticated
-except the fixed fields of the handshake frames.
+Knows bytes and HMAC. Knows no message: the planes (`workers.protocol` for the front link, `messages` for sessions and
+lanes) encode their own with a `codec.Codec`. There is no pickle here and nothing of a peer is decoded before it is
+authenticated except the fixed fields of the handshake frames.
 
     frame      u32 little-endian length of what follows | payload | 16-byte MAC (after the handshake)
     payload    msgpack array [tag, field, field, ...]
@@ -24,7 +24,7 @@ import socket
 import struct
 import time
 import typing
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 from kv_transfer.codec import Between, Codec, Size
@@ -49,7 +49,8 @@ class KeyRing:
 
     @staticmethod
     def load(path: Path) -> "KeyRing":
-        """Reads `key_id:hex` lines of a secret file. Raises ValueError when it is empty, malformed or holds over two keys."""
+        """Reads `key_id:hex` lines of a secret file. Raises ValueError when it is empty, malformed or holds over two
+        keys."""
         pairs = [line.split(":", 1) for line in path.read_text().split() if ":" in line]
         if not 1 <= len(pairs) <= 2:
             raise ValueError(f"{path}: found {len(pairs)} keys, need one or two lines of the form key_id:hex")
@@ -92,7 +93,7 @@ class Seal:
         return payload
 
 
-# --- handshake (no I/O: a generator yields payloads to send, or None to receive one) ------------------------------------
+# --- handshake (no I/O: a generator yields payloads to send, or None to receive one) ----------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,8 +132,10 @@ _HANDSHAKE = Codec(Hello, Challenge, Proof, Ready, Refuse, max_frame_bytes=HANDS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Established:
-    """The outcome of a handshake: the peer's body (authenticated, not yet decoded) and the two directions."""
+    """The outcome of a handshake: the plane, the peer's body (authenticated, not yet decoded) and the two
+    directions."""
 
+    plane: str
     peer_body: bytes
     outgoing: Seal
     incoming: Seal
@@ -175,17 +178,26 @@ def client_steps(ring: KeyRing, plane: str, body: bytes, check: Callable[[bytes]
     yield _plain(_HANDSHAKE.encode(Proof(_mac(key, b"client", transcript))))
     outgoing, incoming = Seal(_mac(key, b"up", transcript)), Seal(_mac(key, b"down", transcript))
     _expect(Ready, incoming.open((yield None)))
-    return Established(challenge.body, outgoing, incoming)
+    return Established(plane, challenge.body, outgoing, incoming)
 
 
-def server_steps(ring: KeyRing, plane: str, body: bytes, check: Callable[[bytes], str | None]) -> Steps:
-    """Answers: `check(client body)` runs after the client is authenticated; a returned code refuses it."""
+Check = Callable[[bytes], str | None]
+
+
+def server_steps(ring: KeyRing, plane: str, body: bytes, check: Check) -> Steps:
+    """Answers one plane: `check(client body)` runs after the client is authenticated; a returned code refuses it."""
+    return listen_steps(ring, body, {plane: check})
+
+
+def listen_steps(ring: KeyRing, body: bytes, checks: Mapping[str, Check]) -> Steps:
+    """Answers on a port that serves several planes; `Established.plane` tells which one the client chose."""
     first = yield None
     hello = _expect(Hello, first)
-    if hello.major != PROTOCOL_MAJOR or hello.plane != plane:
+    if hello.major != PROTOCOL_MAJOR or hello.plane not in checks:
         yield _plain(_HANDSHAKE.encode(Refuse("wrong_protocol")))
-        raise HandshakeFailed(f"peer speaks major {hello.major} of plane {hello.plane!r}, we speak {PROTOCOL_MAJOR} of {plane!r}")
-    key = ring.plane_key(hello.key_id, plane)
+        ours = f"we speak {PROTOCOL_MAJOR} of {sorted(checks)}"
+        raise HandshakeFailed(f"peer speaks major {hello.major} of plane {hello.plane!r}, {ours}")
+    key = ring.plane_key(hello.key_id, hello.plane)
     nonce = secrets.token_bytes(16)
     transcript = hashlib.sha256(first + nonce + body).digest()
     yield _plain(_HANDSHAKE.encode(Challenge(nonce, body, _mac(key, b"server", transcript))))
@@ -193,19 +205,20 @@ def server_steps(ring: KeyRing, plane: str, body: bytes, check: Callable[[bytes]
     if not hmac.compare_digest(proof.mac, _mac(key, b"client", transcript)):
         raise HandshakeFailed("the client does not hold the secret")
     outgoing, incoming = Seal(_mac(key, b"down", transcript)), Seal(_mac(key, b"up", transcript))
-    refusal = check(hello.body)
+    refusal = checks[hello.plane](hello.body)
     if refusal is not None:
         yield outgoing.frame(_HANDSHAKE.encode(Refuse(refusal)))
         raise HandshakeFailed(f"refused a client: {refusal}")
     yield outgoing.frame(_HANDSHAKE.encode(Ready()))
-    return Established(hello.body, outgoing, incoming)
+    return Established(hello.plane, hello.body, outgoing, incoming)
 
 
-# --- asyncio connection -------------------------------------------------------------------------------------------------
+# --- asyncio connection -----------------------------------------------------------------------------------------------
 
 
 def tune_socket(sock: socket.socket) -> None:
-    """No Nagle delay, keepalive on, and a peer that vanished without FIN is noticed within USER_TIMEOUT_MS of unsent data."""
+    """No Nagle delay, keepalive on, and a peer that vanished without FIN is noticed within USER_TIMEOUT_MS of unsent
+    data."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -215,7 +228,8 @@ def tune_socket(sock: socket.socket) -> None:
 class Connection:
     """An authenticated asyncio connection. All methods on the loop that made it; `receive` has one caller at a time.
 
-    `receive` waits until a frame arrives or the connection ends: silence is judged by the plane's heartbeat, which closes it.
+    `receive` waits until a frame arrives or the connection ends: silence is judged by the plane's heartbeat, which
+    closes it.
     """
 
     def __init__(
@@ -223,6 +237,10 @@ class Connection:
     ) -> None:
         self._reader, self._writer = reader, writer
         self._established, self._max = established, max_frame_bytes + MAC_BYTES
+
+    @property
+    def plane(self) -> str:
+        return self._established.plane
 
     @property
     def peer_body(self) -> bytes:
@@ -304,7 +322,7 @@ async def dial(host: str, port: int, steps: Steps, max_frame_bytes: int) -> Conn
     return await establish(steps, reader, writer, max_frame_bytes)
 
 
-# --- blocking connection (lanes: one thread owns each direction) --------------------------------------------------------
+# --- blocking connection (lanes: one thread owns each direction) ------------------------------------------------------
 
 
 class BlockingConnection:
@@ -328,7 +346,8 @@ class BlockingConnection:
             raise PeerLost(f"cannot send ({type(error).__name__})") from None
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """The next payload. Raises `PeerLost`, `FrameInvalid`, or `DeadlineExceeded` (the connection is then unusable)."""
+        """The next payload. Raises `PeerLost`, `FrameInvalid`, or `DeadlineExceeded` (the connection is then
+        unusable)."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         return self._established.incoming.open(_read_blocking(self._sock, self._max, deadline, minimum=MAC_BYTES))
 
@@ -368,7 +387,8 @@ def _read_blocking(sock: socket.socket, max_bytes: int, deadline: float | None, 
 
 
 def establish_blocking(steps: Steps, sock: socket.socket, max_frame_bytes: int) -> BlockingConnection:
-    """Runs a handshake over a blocking socket within HANDSHAKE_TIMEOUT_S. Closes it and raises `TransferError` on failure."""
+    """Runs a handshake over a blocking socket within HANDSHAKE_TIMEOUT_S. Closes it and raises `TransferError` on
+    failure."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
     try:
         tune_socket(sock)
