@@ -1,1 +1,1 @@
-"""TODO"""
+"""Text to token ids and back, chat templates, and stop strings."""

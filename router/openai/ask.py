@@ -1,0 +1,80 @@
+"""What a checked request asks for, whichever endpoint it came through, and the shape its answer takes. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from workers.protocol import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages as the chat template takes them: dicts with `role` and `content`."""
+
+    messages: tuple[dict[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Ids chosen by the client; checked against the vocabulary before use."""
+
+    tokens: tuple[int, ...]
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request whose every field is in range; only facts of the model and the pools are still unchecked."""
+
+    endpoint: Literal["chat", "completions"]
+    prompt: Prompt
+    max_tokens: int | None
+    """What the client asked for; None: `default_max_tokens`."""
+    default_max_tokens: int | None
+    """Cut to what the context allows; None: as many as it allows."""
+    max_tokens_param: str
+    """The name under which the client gave it, for error messages."""
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    ignore_eos: bool
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def body(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class ReplyShape(Protocol):
+    """Turns text and outcomes into the documents of one endpoint. One object per request; keeps what was said
+    already.
+    """
+
+    def whole(self, text: str, reason: FinishReason, usage: Usage) -> dict[str, object]: ...
+
+    def chunk(self, text: str) -> dict[str, object]: ...
+
+    def finish(self, reason: FinishReason) -> dict[str, object]: ...
+
+    def usage(self, usage: Usage) -> dict[str, object]: ...
