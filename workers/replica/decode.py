@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kv_transfer.channel import KVReceiver
-
 from kv_transfer.errors import FrameInvalid
 from kv_transfer.events import Arrived, BlocksProven, ReceiverEvent, ReceiveTrace, TransferFailed
 from kv_transfer.messages import TransferKey

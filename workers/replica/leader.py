@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kv_transfer.channel import KVReceiver, KVSender
-
 from kv_transfer.events import KVSource
 from kv_transfer.messages import KVIdentity
+from kv_transfer.transports.select import make_transport
 from kv_transfer.wire import KeyRing
 from workers.engine.engine import Engine
 from workers.model.progress import Progress, ignore_progress
@@ -102,11 +102,11 @@ class Leader:
             return DecodeRole(config, self.engine, None, self._desk)
         shared: dict[str, Any] = {
             "identity": KVIdentity(self.incarnation, model.digest, model.layout, transports=(config.transport,)),
-            "ring": self._ring, "data": model.data, "layout": model.layout, "host": config.host,
-            "emit": lambda event: self._inbox.put(lambda: self._role.transfer(event)), "verify": config.verify,
+            "ring": self._ring, "data": model.data, "transport": make_transport(config.transport, config.host),
+            "emit": lambda event: self._inbox.put(lambda: self._role.transfer(event)),
         }  # fmt: skip
         if config.role == "prefill":
-            self._sender = KVSender(**shared)
+            self._sender = KVSender(**shared, host=config.host, verify=config.verify)
             role = PrefillRole(config, self.engine, self._sender, model.layout, self._desk)
             self.engine.observer = role
             return role
@@ -214,13 +214,19 @@ class Leader:
             while not self._stopping.is_set():
                 self._take_inbox()
                 self._check_deadlines(time.monotonic())
+                self._flush()  # an ACCEPT does not wait for the step
                 if self.engine.has_work:
                     self._role.stepped(self.engine.step())
-                self._post_load(time.monotonic())
-                self._link.send(self._desk.take_outbox())
+                    self._flush()
                 self._last_turn = time.monotonic()
         except BaseException as error:  # noqa: BLE001  # process edge: whatever it is, this replica cannot go on
             self._on_fatal(error)
+
+    def _flush(self) -> None:
+        self._post_load(time.monotonic())
+        batches = self._desk.take_outbox()
+        if batches:
+            self._link.send(batches)
 
     def _take_inbox(self) -> None:
         """Waits for the first item only while the engine has nothing to do."""

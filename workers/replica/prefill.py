@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, field
 
 from kv_transfer.channel import KVSender
-
 from kv_transfer.events import Adopted, SenderEvent, SendTrace, TransferFailed
 from kv_transfer.layout import KVLayout, plan_units
 from kv_transfer.messages import TransferKey
