@@ -1,1 +1,3 @@
-"""TODO"""
+"""Everything that knows Ray, time and machines: the Serve application, its deployments, the membership and the command
+line.
+"""

@@ -1,0 +1,38 @@
+# One tool call per target; `make help` lists them. PYTHON chooses the interpreter that makes .venv.
+PYTHON := $(firstword $(shell command -v python3.11 python3.12 python3))
+PORT := 8000
+CONFIG := laptop
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve model test lint type arch ci accept-main
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make .venv with everything in it (nothing to do the second time)
+	@$(PYTHON) -m cluster.cli.install
+
+serve: setup  ## start the cluster on this machine: make serve PORT=8123
+	@$(BIN)/baton serve --config $(CONFIG) --port $(PORT)
+
+model: setup  ## download and convert the model without starting anything
+	@$(BIN)/baton fetch $(CONFIG)
+
+test: model  ## run all tests
+	@$(BIN)/python -m pytest
+
+lint: setup  ## ruff: rules and format
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+type: setup  ## mypy, strict
+	@$(BIN)/mypy
+
+arch: setup  ## import layers, sizes, names, documents
+	@$(BIN)/lint-imports && $(BIN)/python -m pytest -q tests/architecture
+
+ci: lint type arch  ## everything that must hold before a merge
+	@$(BIN)/pip check && $(MAKE) --no-print-directory test
+
+accept-main: model  ## the acceptance of the main job, unbounded
+	@$(BIN)/python -m pytest -m full tests

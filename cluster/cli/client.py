@@ -1,0 +1,61 @@
+"""Talks to a running server over HTTP for the commands that ask one: where it is, and plain errors when it is not."""
+
+import argparse
+from typing import Any
+
+import httpx
+
+from cluster import runtime
+
+CONNECT_S = 3.0
+
+
+class ServerUnreachable(Exception):
+    """No server answers, or it answers with an error; the text says what to do."""
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", default=None, help="address of the server (default: the one that runs on this machine)"
+    )
+
+
+def find_url(given: str | None) -> str:
+    """The server to ask: the given one, or the only one of this user on this machine. Raises `ServerUnreachable`."""
+    if given is not None:
+        return given.rstrip("/").removesuffix("/v1")
+    ports = [owner.port for _, owner in runtime.find_runs() if owner is not None and owner.is_alive]
+    if len(ports) > 1:
+        choices = ", ".join(f"--url http://127.0.0.1:{port}" for port in ports)
+        raise ServerUnreachable(f"several servers run here; choose one: {choices}")
+    if not ports:
+        raise ServerUnreachable(
+            "no server runs on this machine; start one with `make serve` (or `baton serve`), or give --url"
+        )
+    return f"http://127.0.0.1:{ports[0]}"
+
+
+def connect(url: str, timeout_s: float | None = 120.0) -> httpx.Client:
+    """A client of one server; proxies of the environment are left out, the server is on this machine."""
+    return httpx.Client(base_url=url, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S), trust_env=False)
+
+
+def ask(client: httpx.Client, method: str, path: str, body: object = None) -> Any:
+    """The JSON answer of a request. Raises `ServerUnreachable` with the server's own words where it refuses."""
+    try:
+        answer = client.request(method, path, json=body)
+    except httpx.HTTPError as error:
+        raise ServerUnreachable(
+            f"{client.base_url} does not answer ({type(error).__name__}); is it still starting?"
+        ) from None
+    if answer.is_success:
+        return answer.json()
+    raise ServerUnreachable(f"{client.base_url}{path.lstrip('/')}: {answer.status_code} {read_error(answer)}")
+
+
+def read_error(answer: httpx.Response) -> str:
+    """The message of an OpenAI-shaped error, or the beginning of whatever came instead."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200] or answer.reason_phrase

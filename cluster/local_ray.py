@@ -1,0 +1,79 @@
+"""A Ray of our own on this machine, its Serve, and our application on it: started in the main thread, ended without a
+trace.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from cluster.runtime import RunFolder
+
+OBJECT_STORE_BYTES = 100 << 20
+"""Nothing of ours goes through the object store."""
+END_STREAMS_S = 1.5
+
+
+def start_ray(run: RunFolder) -> None:
+    """A Ray that listens on loopback only runs. `cluster.env.prepare_ray` came before. Main thread."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(run.ray_dir),
+    )
+
+
+def start_serve(host: str, port: int) -> None:
+    """Serve's controller and its HTTP proxy run; the proxy answers 404 until the application is ready."""
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+    from ray.serve.schema import LoggingConfig
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing ray.serve has set it to INFO
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options=HTTPOptions(host=host, port=port),
+        logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+    )
+
+
+def deploy(app: Any, name: str) -> None:
+    """Returns when every replica of the application is healthy. Raises RuntimeError with Serve's message when one
+    fails.
+    """
+    from ray import serve
+
+    serve.run(app, name=name, route_prefix="/")
+
+
+def stop(app_name: str | None, report: Callable[[str], None]) -> None:
+    """Streams of the application have got an error event, Serve and Ray are down. Safe in every phase, also before Ray
+    is up.
+
+    `serve.shutdown` is left out: it waits for what `end_streams` has ended already, and where Ray is not up it starts a
+    second.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        return
+    if app_name is not None:
+        report("ending open streams")
+        _end_streams(app_name)
+    report("stopping workers")
+    ray.shutdown()
+
+
+def _end_streams(app_name: str) -> None:
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        serve.get_app_handle(app_name).end_streams.remote("shutdown").result(timeout_s=END_STREAMS_S)
+    except (RayServeException, TimeoutError, RuntimeError):
+        return

@@ -1,0 +1,71 @@
+"""A cluster ready to be started: configuration, model folder and decided settings, turned into what workers and ingress
+take.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import ClusterConfig, ModelConfig
+from cluster.resolve import Machine, Setting, WorkerSettings, given_settings, resolve_worker
+from router.config import RouterConfig
+from workers.model.arch import read_spec
+from workers.protocol import Role
+from workers.replica.config import ReplicaConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    config: ClusterConfig
+    model: ModelConfig
+    model_path: Path
+    worker: WorkerSettings
+    settings: tuple[Setting, ...]
+    """Every setting and why, for `baton config`."""
+
+
+def make_plan(config: ClusterConfig, model: ModelConfig, model_path: Path, machine: Machine) -> ClusterPlan:
+    """The plan of a cluster whose model is on disk. Raises `ConfigError` or `workers.errors.ModelRefused`."""
+    worker, decided = resolve_worker(config, read_spec(model_path), machine)
+    settings = (*given_settings(config, model), Setting("model.path", str(model_path), "converted once"), *decided)
+    return ClusterPlan(config=config, model=model, model_path=model_path, worker=worker, settings=settings)
+
+
+def replica_config(plan: ClusterPlan, role: Role, secret_path: Path) -> ReplicaConfig:
+    """What one replica of the pool `role` is constructed with."""
+    worker, transfer = plan.worker, plan.config.transfer
+    return ReplicaConfig(
+        role=role,
+        model_path=str(plan.model_path),
+        model_id=plan.model.id,
+        dtype=worker.dtype,
+        kv_dtype=worker.kv_dtype,
+        block_tokens=worker.block_tokens,
+        num_blocks=worker.num_blocks,
+        max_context_tokens=worker.max_context_tokens,
+        chunk_tokens=worker.chunk_tokens,
+        max_running=worker.max_running,
+        ttft_target_ms=plan.config.targets.ttft_ms,
+        host=plan.config.host,
+        secret_path=str(secret_path),
+        transport=transfer.transport,
+        verify=transfer.verify,
+        min_unit_bytes=transfer.min_unit_bytes,
+        drain_timeout_s=plan.config.drain_timeout_s,
+        num_threads=worker.threads,
+    )
+
+
+def router_config(plan: ClusterPlan) -> RouterConfig:
+    """What an ingress is constructed with."""
+    return RouterConfig(
+        model_id=plan.model.id,
+        model_path=str(plan.model_path),
+        max_context_tokens=plan.worker.max_context_tokens,
+        disaggregation=plan.config.disaggregation,
+    )
+
+
+def this_machine() -> Machine:
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Machine(memory_bytes=pages * page_bytes, num_cpus=os.cpu_count() or 1)

@@ -1,0 +1,145 @@
+"""Decides every "auto" once, with the reason that `baton config` prints. Pure: a configuration, a model and a machine
+go in.
+
+Settings that need the model's config.json stay open until the model is on disk.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.config import ClusterConfig, ModelConfig, PoolConfig
+from cluster.yaml_source import ConfigError
+from workers.model.arch import DecoderSpec
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+KV_MEMORY_SHARE = 8
+"""A worker's KV pool takes at most one part in this many of the machine's memory."""
+MAX_POOL_CONTEXTS = 4
+"""A pool larger than this many full contexts serves nobody on one machine."""
+CPU_CHUNK_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    memory_bytes: int
+    num_cpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    key: str
+    value: object
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """A worker's settings with no "auto" left."""
+
+    dtype: Literal["fp32", "bf16"]
+    kv_dtype: Literal["fp32", "bf16"]
+    block_tokens: int
+    num_blocks: int
+    max_context_tokens: int
+    chunk_tokens: int
+    max_running: int
+    threads: int
+
+
+def resolve_worker(
+    config: ClusterConfig, spec: DecoderSpec, machine: Machine
+) -> tuple[WorkerSettings, tuple[Setting, ...]]:
+    """The settings of every worker, and why. Raises `ConfigError` where an explicit value does not fit the model."""
+    settings = {setting.key: setting for setting in _decide(config, spec, machine)}
+    values = {key.removeprefix("worker."): setting.value for key, setting in settings.items()}
+    worker = WorkerSettings(**values)  # type: ignore[arg-type]
+    if worker.max_context_tokens > spec.max_positions:
+        raise ConfigError(
+            f"worker.max_context_tokens: {worker.max_context_tokens} is over the model's {spec.max_positions}"
+            " positions; lower it or write auto"
+        )
+    if worker.num_blocks * worker.block_tokens < worker.max_context_tokens:
+        raise ConfigError(
+            f"worker.num_blocks: {worker.num_blocks} blocks of {worker.block_tokens} tokens hold no full context of"
+            f" {worker.max_context_tokens} tokens; raise it, lower worker.max_context_tokens, or write auto"
+        )
+    return worker, tuple(settings.values())
+
+
+def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine) -> Iterator[Setting]:
+    given = config.worker
+    yield _pick("dtype", given.dtype, "fp32", "CPU: the exact mode; bf16 arithmetic is slower without AMX")
+    kv_dtype = given.kv_dtype if given.kv_dtype != "auto" else "fp32"
+    yield _pick("kv_dtype", given.kv_dtype, kv_dtype, "as the arithmetic, so that every path gives the same tokens")
+    yield Setting("worker.block_tokens", given.block_tokens, "as configured")
+    context = given.max_context_tokens if given.max_context_tokens != "auto" else spec.max_positions
+    yield _pick("max_context_tokens", given.max_context_tokens, context, "the model's max_position_embeddings")
+    blocks, why = _plan_blocks(given.block_tokens, context, spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]), machine)
+    yield _pick("num_blocks", given.num_blocks, blocks, why)
+    yield _pick(
+        "chunk_tokens", given.chunk_tokens, CPU_CHUNK_TOKENS, "CPU: KV leaves early and short prompts wait little"
+    )
+    yield Setting("worker.max_running", given.max_running, "as configured")
+    yield _pick(
+        "threads", given.threads, 1, "one torch thread per worker: prefill and decode share the machine's cores"
+    )
+
+
+def _pick(name: str, given: object, decided: object, reason: str) -> Setting:
+    if given == "auto":
+        return Setting(f"worker.{name}", decided, f"auto: {reason}")
+    return Setting(f"worker.{name}", given, "as configured")
+
+
+def _plan_blocks(block_tokens: int, context_tokens: int, bytes_per_token: int, machine: Machine) -> tuple[int, str]:
+    """As many blocks as the memory share holds, at least one and at most four full contexts."""
+    blocks_per_context = -(-context_tokens // block_tokens)
+    affordable = machine.memory_bytes // KV_MEMORY_SHARE // (bytes_per_token * block_tokens)
+    blocks = min(max(affordable, blocks_per_context), MAX_POOL_CONTEXTS * blocks_per_context)
+    size_mib = blocks * block_tokens * bytes_per_token / (1 << 20)
+    contexts = blocks / blocks_per_context
+    return blocks, (
+        f"{contexts:.1f} full contexts, {size_mib:,.0f} MiB touched as used"
+        f" (at most 1/{KV_MEMORY_SHARE} of {machine.memory_bytes / (1 << 30):.0f} GiB,"
+        f" 1 to {MAX_POOL_CONTEXTS} contexts)"
+    )
+
+
+def given_settings(config: ClusterConfig, model: ModelConfig) -> tuple[Setting, ...]:
+    """The settings that need no decision."""
+    pools = {name: pool.replicas for name, pool in pool_sizes(config)}
+    why = {
+        "always": "every prompt is computed by a prefill worker and its KV cache shipped to a decode worker",
+        "never": "colocated workers compute prompts and tokens",
+    }
+    return (
+        Setting("model", model.id, model.description or "as configured"),
+        Setting("disaggregation", config.disaggregation, why[config.disaggregation]),
+        *(Setting(f"pools.{name}.replicas", count, "fixed") for name, count in pools.items()),
+        Setting("ingress.replicas", 1, "one judge holds the queue"),
+        Setting("host", config.host, "every listener is on loopback"),
+        Setting("port", config.port, "as configured"),
+        Setting("transfer.transport", config.transfer.transport, "two processes of one machine over loopback TCP"),
+        Setting("transfer.verify", config.transfer.verify, "checksums of KV units"),
+        Setting(
+            "transfer.min_unit_bytes",
+            config.transfer.min_unit_bytes,
+            "a unit of KV is at least this large where the prompt allows",
+        ),
+        Setting("targets.ttft_ms", config.targets.ttft_ms, "the diagnosis and prefill's admission compare with it"),
+        Setting("targets.itl_ms", config.targets.itl_ms, "the diagnosis compares with it"),
+        Setting(
+            "drain_timeout_s", config.drain_timeout_s, "how long a worker that is asked to end lets its streams run"
+        ),
+    )
+
+
+def pool_sizes(config: ClusterConfig) -> Iterator[tuple[Literal["prefill", "decode", "colocated"], PoolConfig]]:
+    """The pools that exist, in the order requests pass them."""
+    if config.pools.prefill:
+        yield "prefill", config.pools.prefill
+    if config.pools.decode:
+        yield "decode", config.pools.decode
+    if config.pools.colocated:
+        yield "colocated", config.pools.colocated

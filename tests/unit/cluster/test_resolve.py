@@ -1,0 +1,64 @@
+"""Every "auto" is decided once, with a reason; explicit values that cannot work are refused."""
+
+import dataclasses
+
+import pytest
+
+from cluster.config import WorkerConfig, load_cluster
+from cluster.resolve import Machine, resolve_worker
+from cluster.yaml_source import ConfigError
+from workers.model.arch import make_spec
+
+SPEC = make_spec(
+    {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+    }
+)
+GIB = 1 << 30
+
+
+def resolve(memory_bytes=16 * GIB, **worker):
+    config, _ = load_cluster("laptop")
+    config = config.model_copy(update={"worker": WorkerConfig(**worker)})
+    return resolve_worker(config, SPEC, Machine(memory_bytes=memory_bytes, num_cpus=2))
+
+
+def test_no_auto_is_left_and_each_setting_has_a_reason():
+    worker, settings = resolve()
+    assert "auto" not in dataclasses.asdict(worker).values()
+    assert {setting.key.removeprefix("worker.") for setting in settings} == set(dataclasses.asdict(worker))
+    assert all(setting.reason for setting in settings)
+
+
+def test_the_context_is_the_models():
+    assert resolve()[0].max_context_tokens == 8192
+
+
+@pytest.mark.parametrize(("memory_bytes", "num_blocks"), [(GIB, 512), (4 * GIB, 728), (256 * GIB, 2048)])
+def test_blocks_follow_memory_between_one_and_four_contexts(memory_bytes, num_blocks):
+    assert resolve(memory_bytes)[0].num_blocks == num_blocks
+
+
+def test_an_explicit_value_wins():
+    worker, settings = resolve(chunk_tokens=7, num_blocks=600)
+    assert (worker.chunk_tokens, worker.num_blocks) == (7, 600)
+    assert {s.reason for s in settings if s.key in ("worker.chunk_tokens", "worker.num_blocks")} == {"as configured"}
+
+
+def test_a_pool_that_holds_no_full_context_is_refused():
+    with pytest.raises(ConfigError, match=r"worker.num_blocks: 100 blocks of 16 tokens hold no full context of 8192"):
+        resolve(num_blocks=100)
+
+
+def test_a_context_over_the_models_positions_is_refused():
+    with pytest.raises(ConfigError, match="9000 is over the model's 8192"):
+        resolve(max_context_tokens=9000)
