@@ -9,6 +9,14 @@ import pytest
 from cluster.ports import PortTaken, claim_port, is_taken
 
 HOST = "127.0.0.1"
+HOLDER = """
+import sys
+from pathlib import Path
+from cluster.ports import claim_port
+claim = claim_port(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 
 def bound(listen: bool, reuse: bool = False) -> socket.socket:
@@ -44,8 +52,7 @@ def test_a_port_is_free_right_after_a_stop_with_connections_in_time_wait():
 def test_a_start_that_has_not_bound_yet_is_seen(tmp_path):
     with bound(listen=False) as free:
         port = free.getsockname()[1]
-    code = "import sys; from cluster.ports import claim_port; from pathlib import Path; c = claim_port(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])); print('held', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", code, HOST, str(port), str(tmp_path)]
+    command = [sys.executable, "-c", HOLDER, HOST, str(port), str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(PortTaken, match=rf"port {port} is taken by another baton serve \(pid {other.pid}\)"):
