@@ -18,6 +18,8 @@ from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.exchange import ClientGone, Exchange, Receive, Scope, Send
+from router.explain import Explainer
+from router.inbox import Inbox
 from router.link import LinkFacts, WorkerLink
 from router.openai.models import check_model, describe_model
 from router.pipeline import Pipeline
@@ -46,10 +48,12 @@ class Router:
         """The ASGI application; a plain function, as servers tell ASGI 3 by it."""
         self._facts = LinkFacts(ring, config.model_id, mint_incarnation(), config.resume_grace_s, self._clock)
         self._dispatcher = Dispatcher(config, self._clock, random.random)
+        self._inbox = Inbox(self._dispatcher, self._clock)
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
         self._endpoints: Sequence[WorkerEndpoint] = ()
         self._links: dict[int, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._pipeline: Pipeline | None = None
+        self._explainer: Explainer | None = None
         self._group: asyncio.TaskGroup | None = None
         self._runner: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -62,6 +66,7 @@ class Router:
             "/health": {"GET": self._health},
             "/version": {"GET": self._version},
             "/baton/status": {"GET": self._status},
+            "/baton/explain": {"POST": self._explain},
         }
 
     async def start(self) -> None:
@@ -70,6 +75,7 @@ class Router:
         """
         tokenizer = await asyncio.to_thread(Tokenizer, Path(self._config.model_path))
         self._pipeline = Pipeline(self._config, tokenizer, self._dispatcher, self._clock, self._threads)
+        self._explainer = Explainer(Path(self._config.model_path), tokenizer, self._dispatcher, self._pipeline)
         started = asyncio.Event()
         self._runner = asyncio.create_task(self._run(started), name="router")
         await started.wait()
@@ -91,7 +97,7 @@ class Router:
                 task.cancel()
         for endpoint in endpoints:
             if endpoint.incarnation not in self._links:
-                link = WorkerLink(endpoint, self._facts, self._dispatcher)
+                link = WorkerLink(endpoint, self._facts, self._inbox)
                 self._dispatcher.add_link(link)
                 self._links[endpoint.incarnation] = link, self._group.create_task(self._keep(link))
 
@@ -121,7 +127,8 @@ class Router:
             "model": self._config.model_id,
             "disaggregation": self._config.disaggregation,
             "workers": [describe_worker(w) for w in self._dispatcher.snapshots()],
-            "queue": {"length": len(queue), "by_label": queue.count_by_label()},
+            "queued": len(queue),
+            "queue": queue.count_by_label(),
             "open_streams": self._dispatcher.num_open,
         }
 
@@ -168,6 +175,11 @@ class Router:
 
     async def _completions(self, exchange: Exchange) -> None:
         await self._ready_pipeline().serve(exchange, "completions")
+
+    async def _explain(self, exchange: Exchange) -> None:
+        pipeline = self._ready_pipeline()
+        assert self._explainer is not None
+        await pipeline.serve(exchange, "chat", self._explainer.reply)
 
     def _ready_pipeline(self) -> Pipeline:
         if self._pipeline is None:
@@ -238,10 +250,13 @@ class Router:
 
     async def _keep(self, link: WorkerLink) -> None:
         try:
-            await link.run()
-        except Exception:  # the edge of a link's task: its worker counts as lost, the others go on
-            logger.exception("worker link failed worker=%x", link.incarnation)
-            self._dispatcher.on_lost(link)
+            while link.is_listed or link.is_up:
+                try:
+                    await link.run()
+                except Exception:  # the edge of a link's task: its worker counts as lost, the others go on
+                    logger.exception("worker link failed worker=%x", link.incarnation)
+                    self._inbox.on_lost(link)
+                    await asyncio.sleep(1.0)
         finally:
             self._dispatcher.drop_link(link)
             self._links.pop(link.incarnation, None)

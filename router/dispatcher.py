@@ -1,4 +1,4 @@
-"""The queue's far side: puts waiting streams on workers and turns messages into progress or another attempt.
+"""The queue's far side: puts waiting streams on workers, gives them another attempt, or ends them.
 
 Grant first: GENERATE to decode, ACCEPT, then PREFILL to prefill. Any refusal gives the other reservation back at once.
 Synchronous but for one wait, with an injected clock; every method belongs to the ingress's event loop. It is the only
@@ -8,36 +8,23 @@ judge: workers report and stop.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol, assert_never
+from typing import Protocol
 
 from router.admission import ArrivalQueue
 from router.config import RouterConfig
 from router.errors import ApiError
 from router.grant import make_generate, make_prefill
 from router.retry import Budgets, Failure, Retry, Situation, decide_retry
-from router.stream import Finished, LiveStream, Placement, Verdict
+from router.stream import LiveStream, Placement, Verdict
 from router.worker_view import Need, Route, Wait, WaitLabel, WorkerSnapshot, decide_route
 from workers.protocol import (
     Abort,
     AbortReason,
-    Accept,
-    Busy,
-    Delta,
     DownMessage,
-    End,
-    Explain,
-    Failed,
-    FailReason,
-    Heartbeat,
-    Load,
     LocalReason,
     Position,
-    PrefillEnd,
     Resume,
     Role,
-    Seen,
-    Tokens,
-    UpMessage,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,18 +53,6 @@ class Link(Protocol):
     def refuse_until_load(self) -> None: ...
 
     def send(self, message: DownMessage) -> None: ...
-
-
-def _find_failure(reason: FailReason, has_tokens: bool) -> Failure:
-    match reason:
-        case "transfer" | "peer_lost":
-            return "transfer"
-        case "deadline":
-            return "progress_deadline" if has_tokens else "first_token_deadline"
-        case "invalid" | "draining" | "unknown" | "internal":
-            return reason
-        case _ as never:
-            assert_never(never)
 
 
 class Dispatcher:
@@ -116,7 +91,7 @@ class Dispatcher:
 
     def end_all(self, error: ApiError) -> None:
         """Every open stream ends with `error`; its work is aborted."""
-        for stream in self._open_streams():
+        for stream in self.open_streams():
             self._end(stream, error, "shutdown")
 
     def add_link(self, link: Link) -> None:
@@ -128,6 +103,12 @@ class Dispatcher:
 
     def snapshots(self) -> list[WorkerSnapshot]:
         return [link.snapshot() for link in self._links.values()]
+
+    def find_link(self, incarnation: int) -> Link | None:
+        return self._links.get(incarnation)
+
+    def find_stream(self, stream_id: bytes) -> LiveStream | None:
+        return self._streams.get(stream_id)
 
     @property
     def num_open(self) -> int:
@@ -146,76 +127,15 @@ class Dispatcher:
     def tick(self) -> None:
         """Enforces deadlines and awaited verdicts; call about ten times a second."""
         now = self._clock()
-        for stream in self._open_streams():
+        for stream in self.open_streams():
             failure = self._find_overdue(stream, now)
             if failure is not None:
-                self._fail(stream, failure, blames_prefill=failure in {"prefill_lost", "transfer"})
+                self.fail(stream, failure, blames_prefill=failure in {"prefill_lost", "transfer"})
             elif stream.is_missing_tokens:
-                self._ask_again(stream)
+                self.ask_again(stream)
         self.pump()
 
-    # --- the links' side (link.LinkOwner) ---------------------------------------------------------------------------
-
-    def positions(self, link: Link) -> tuple[Position, ...]:
-        """Streams whose reservations are whole go on over a new connection; the worker aborts all else."""
-        found = []
-        for stream in self._open_streams():
-            if stream.state in ("computing", "decoding") and stream.placement.decode == link.incarnation:
-                found.append(Position(stream.id, stream.attempt, len(stream.tokens)))
-            elif stream.placement.prefill == link.incarnation and stream.placement.is_prefill_open:
-                found.append(Position(stream.id, stream.attempt, 0))
-        return tuple(found)
-
-    def on_up(self, link: Link) -> None:
-        for stream in self._open_streams():
-            if (
-                stream.placement.prefill == link.incarnation
-                and stream.verdict
-                and stream.verdict.failure == "prefill_lost"
-            ):
-                stream.verdict = None
-
-    def on_broken(self, link: Link) -> None:
-        for stream in self._open_streams():
-            if stream.placement.decode == link.incarnation and stream.state in ("reserving", "offering"):
-                self._fail(stream, "unknown")
-            elif stream.placement.prefill == link.incarnation and stream.state == "offering":
-                self._fail(stream, "prefill_lost", blames_prefill=True)
-            elif stream.placement.prefill == link.incarnation and stream.state == "computing":
-                self._await_verdict(stream, "prefill_lost")
-        self.pump()
-
-    def on_lost(self, link: Link) -> None:
-        for stream in self._open_streams():
-            if stream.placement.decode == link.incarnation and stream.state != "queued":
-                self._fail(stream, "decode_lost")
-        self.pump()
-
-    def on_message(self, link: Link, message: UpMessage) -> None:
-        match message:
-            case Load():
-                self.pump()
-            case Tokens():
-                for delta in message.deltas:
-                    self._on_delta(link, delta)
-            case Accept():
-                self._on_accept(link, message)
-            case Busy():
-                self._on_busy(link, message)
-            case End():
-                self._on_end(link, message)
-            case PrefillEnd():
-                self._on_prefill_end(link, message)
-            case Failed():
-                self._on_failed(link, message)
-            case Explain():
-                self._on_explain(message)
-            case Heartbeat():
-                pass
-            case _ as never:
-                assert_never(never)
-
-    # --- steps ------------------------------------------------------------------------------------------------------
+    # --- steps, as the inbox asks for them --------------------------------------------------------------------------
 
     def _dispatch(self, stream: LiveStream, route: Route) -> None:
         link, now = self._links[route.decode], self._clock()
@@ -226,111 +146,14 @@ class Dispatcher:
         number = link.next_dispatch(route.blocks, 0 if route.prefill else stream.num_prompt)
         link.send(make_generate(stream, number, now))
 
-    def _offer(self, stream: LiveStream, link: Link, skip_tokens: int) -> None:
+    def offer(self, stream: LiveStream, link: Link, skip_tokens: int) -> None:
         stream.advance("accept_remote")
         stream.placement.is_prefill_open = True
         link.send(make_prefill(stream, link.next_dispatch(0, stream.num_prompt), skip_tokens, self._clock()))
 
-    def _on_accept(self, link: Link, message: Accept) -> None:
-        stream = self._current(message.stream, message.attempt)
-        if stream is None:
-            return
-        place = stream.placement
-        if link.incarnation == place.decode and stream.state == "reserving":
-            stream.marks.decode_accepted = self._clock()
-            if place.prefill is None:
-                stream.num_cached = message.cached_tokens
-                stream.advance("accept_local")
-                return
-            prefill = self._links.get(place.prefill)
-            if prefill is not None and prefill.is_up and not prefill.snapshot().is_refusing:
-                self._offer(stream, prefill, message.skip_tokens)
-            else:
-                self._give_back(stream, "busy", "prefill_time")
-        elif (
-            link.incarnation == place.prefill
-            and stream.state in ("offering", "decoding")
-            and not stream.marks.prefill_accepted
-        ):
-            stream.marks.prefill_accepted = self._clock()
-            stream.num_cached = message.cached_tokens
-            stream.advance("prefill_accept")
-
-    def _on_busy(self, link: Link, message: Busy) -> None:
-        stream = self._current(message.stream, message.attempt)
-        if stream is None:
-            return
-        link.refuse_until_load()
-        label: WaitLabel = "no_lane" if message.reason == "no_lane" else "decode_blocks"
-        if link.incarnation == stream.placement.decode and stream.state == "reserving":
-            stream.placement.decode = 0
-            self._give_back(stream, "busy", label)
-        elif link.incarnation == stream.placement.prefill and stream.state == "offering":
-            stream.placement.is_prefill_open = False
-            self._give_back(stream, "busy", "prefill_time")
-
-    def _on_delta(self, link: Link, delta: Delta) -> None:
-        stream = self._current(delta.stream, delta.attempt)
-        if stream is None or link.incarnation != stream.placement.decode or stream.state in ("queued", "reserving"):
-            return
-        if stream.apply(delta.position, delta.tokens, self._clock()) == "gap":
-            self._ask_again(stream)
-        self._end_if_complete(stream)
-
-    def _on_end(self, link: Link, message: End) -> None:
-        stream = self._current(message.stream, message.attempt)
-        if stream is None or link.incarnation != stream.placement.decode:
-            link.send(Seen(message.stream, message.attempt))
-            return
-        stream.decode_timings = message.timings
-        if not stream.promise_end(message.count, message.reason):
-            self._ask_again(stream)  # SEEN waits: decode keeps the tokens until then
-        self._end_if_complete(stream)
-
-    def _end_if_complete(self, stream: LiveStream) -> None:
-        reason = stream.promised_reason()
-        if reason is not None:
-            self._links[stream.placement.decode].send(Seen(stream.id, stream.attempt))
-            stream.finish(Finished(reason), self._clock())
-
-    def _on_prefill_end(self, link: Link, message: PrefillEnd) -> None:
-        link.send(Seen(message.stream, message.attempt))
-        stream = self._streams.get(message.stream)
-        if stream is not None and stream.attempt == message.attempt and link.incarnation == stream.placement.prefill:
-            stream.prefill_timings = message.timings
-            stream.placement.is_prefill_open = False
-
-    def _on_failed(self, link: Link, message: Failed) -> None:
-        link.send(Seen(message.stream, message.attempt))
-        stream = self._current(message.stream, message.attempt)
-        if stream is None or stream.state == "queued":
-            return
-        failure = _find_failure(message.reason, bool(stream.tokens))
-        logger.info(
-            "attempt failed %r stage=%s reason=%s worker=%x",
-            stream.key,
-            message.stage,
-            message.reason,
-            link.incarnation,
-        )
-        if link.incarnation == stream.placement.decode:
-            stream.placement.decode = 0
-            self._fail(stream, failure, blames_prefill=failure == "transfer")
-        elif link.incarnation == stream.placement.prefill:
-            stream.placement.is_prefill_open = False
-            if stream.state == "offering" or failure == "invalid":
-                self._fail(stream, "transfer" if failure == "internal" else failure, blames_prefill=True)
-            elif stream.state == "computing":
-                self._await_verdict(stream, "transfer")
-
-    def _on_explain(self, message: Explain) -> None:
-        stream = self._streams.get(message.stream)
-        if stream is not None and stream.explain is not None and stream.attempt == message.attempt:
-            stream.explain.facts.append(message)
-
     # --- endings ----------------------------------------------------------------------------------------------------
 
-    def _fail(self, stream: LiveStream, failure: Failure, blames_prefill: bool = False) -> None:
+    def fail(self, stream: LiveStream, failure: Failure, blames_prefill: bool = False) -> None:
         if blames_prefill and stream.placement.prefill is not None:
             stream.avoid.add(stream.placement.prefill)
         others = [w for w in self._pool("prefill") if w.can_serve and w.incarnation not in stream.avoid]
@@ -339,11 +162,11 @@ class Dispatcher:
         if isinstance(verdict, Retry):
             logger.info("retry %r reason=%s local=%s", stream.key, failure, verdict.is_local)
             stream.spent, stream.needs_local = verdict.spent, verdict.is_local
-            self._give_back(stream, failure, None)
+            self.give_back(stream, failure, None)
         else:
             self._end(stream, verdict, _ABORT_REASONS.get(failure, "retry"))
 
-    def _give_back(self, stream: LiveStream, why: Failure, label: WaitLabel | None) -> None:
+    def give_back(self, stream: LiveStream, why: Failure, label: WaitLabel | None) -> None:
         """Ends the attempt on both workers and puts the stream back where it stood in the queue."""
         self._abort_attempt(stream, "retry")
         logger.debug("requeue %r reason=%s", stream.key, why)
@@ -367,11 +190,11 @@ class Dispatcher:
                 link.send(Abort(stream.id, stream.attempt, reason))
         place.is_prefill_open = False
 
-    def _await_verdict(self, stream: LiveStream, failure: Failure) -> None:
+    def await_verdict(self, stream: LiveStream, failure: Failure) -> None:
         if stream.verdict is None:
             stream.verdict = Verdict(self._clock() + self._config.verdict_s, failure)
 
-    def _ask_again(self, stream: LiveStream) -> None:
+    def ask_again(self, stream: LiveStream) -> None:
         if stream.should_ask_gap(self._clock()):
             position = Position(stream.id, stream.attempt, len(stream.tokens))
             link = self._links.get(stream.placement.decode)
@@ -395,12 +218,12 @@ class Dispatcher:
         local: LocalReason = "fallback" if stream.needs_local else "none"
         return Need(stream.num_prompt + len(stream.tokens), remaining, local, frozenset(stream.avoid))
 
-    def _current(self, stream_id: bytes, attempt: int) -> LiveStream | None:
+    def current(self, stream_id: bytes, attempt: int) -> LiveStream | None:
         """The open stream of this attempt; None for anything stale."""
         stream = self._streams.get(stream_id)
         return stream if stream is not None and stream.attempt == attempt and stream.state != "done" else None
 
-    def _open_streams(self) -> list[LiveStream]:
+    def open_streams(self) -> list[LiveStream]:
         return [s for s in self._streams.values() if s.state != "done"]
 
     def _pool(self, role: Role) -> Iterable[WorkerSnapshot]:

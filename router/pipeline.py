@@ -12,19 +12,18 @@ One task per request. A client that hangs up ends the stream at once, whichever 
 import asyncio
 import itertools
 import logging
-import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
 from router.admission import Door, decide_admission
 from router.answer import Answer
 from router.config import RouterConfig
+from router.context import Trail, describe_end, find_deadlines, plan_sampling
 from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.exchange import ClientGone, Exchange
@@ -34,27 +33,17 @@ from router.openai.chat import ChatShape, parse_chat
 from router.openai.completions import CompletionShape, parse_completion
 from router.openai.models import check_model
 from router.openai.schemas import parse_json_object
-from router.stream import Deadlines, LiveStream, Marks
+from router.stream import LiveStream, Marks
 from router.text.stop import StopMatcher
 from router.text.templates import TemplateRefused
 from router.text.tokenizer import Tokenizer
 from router.worker_view import pool_tokens
-from workers.protocol import AbortReason, SamplingParams
+from workers.protocol import AbortReason
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Trail:
-    """What the log line at the end of a request tells."""
-
-    request: str
-    arrived: float
-    tokenized: float = 0.0
-    stream: LiveStream | None = None
-    answer: Answer | None = None
-    verdict: str = "ok"
-    rendered: str = field(default="", repr=False)
+Reply = Callable[[Exchange, Ask, LiveStream, Trail], Awaitable[None]]
 
 
 class Pipeline:
@@ -71,16 +60,19 @@ class Pipeline:
         self._sequence = itertools.count()
         self.may_come, self.is_closing = True, False
 
-    async def serve(self, exchange: Exchange, endpoint: str) -> None:
-        """Answers one completion request, whatever its outcome, and logs one line."""
+    async def serve(self, exchange: Exchange, endpoint: str, explainer: Reply | None = None) -> None:
+        """Answers one completion request, whatever its outcome, and logs one line.
+
+        With an `explainer` the workers are asked for their facts and it writes the answer.
+        """
         trail = Trail(request=secrets.token_hex(12), arrived=self._clock())
         try:
             raw = await exchange.read_body(self._config.max_body_bytes, self._config.body_s)
             ask = self.read(raw, endpoint)
             async with self.watched(exchange, trail):
                 prompt = await self.tokenize(ask.prompt, trail)
-                stream = self.admit(ask, prompt, trail, exchange.header(b"x-baton-timeout-s"))
-                await self._reply(exchange, ask, stream, trail)
+                stream = self.admit(ask, prompt, trail, exchange.header(b"x-baton-timeout-s"), explainer is not None)
+                await (explainer or self._reply)(exchange, ask, stream, trail)
         except ApiError as error:
             trail.verdict = error.code
             await self._send_error(exchange, error)
@@ -88,7 +80,7 @@ class Pipeline:
             trail.verdict = "slow_client" if gone.is_slow else "disconnect"
         finally:
             self._leave(trail)
-            self._log(exchange, trail)
+            logger.info(describe_end(trail, exchange.path, exchange.status, self._clock()))
 
     # --- the steps --------------------------------------------------------------------------------------------------
 
@@ -107,7 +99,7 @@ class Pipeline:
         else:
             loop = asyncio.get_running_loop()
             tokens = await loop.run_in_executor(self._threads, self._encode, prompt, trail)
-        trail.tokenized = self._clock()
+        trail.tokenized, trail.prompt = self._clock(), tokens
         if not tokens:
             raise ApiError("invalid_request", "The prompt has no tokens.", param="prompt")
         return tokens
@@ -116,8 +108,10 @@ class Pipeline:
         self, ask: Ask, prompt: list[int], trail: Trail, timeout: bytes | None, explain: bool = False
     ) -> LiveStream:
         """A stream in the queue, or already on its way. Raises `ApiError`."""
-        deadlines = self._find_deadlines(trail.arrived, timeout)
-        sampling = self._plan_sampling(ask, len(prompt))
+        deadlines = find_deadlines(self._config, trail.arrived, timeout)
+        held = pool_tokens(self._dispatcher.snapshots()) or self._config.max_context_tokens
+        limit = min(self._config.max_context_tokens, held)
+        sampling = plan_sampling(ask, len(prompt), limit, self._tokenizer.eos_ids)
         admission = decide_admission(self._look_at_door())
         if isinstance(admission, ApiError):
             raise admission
@@ -126,10 +120,14 @@ class Pipeline:
         self._dispatcher.submit(stream)
         return stream
 
-    async def _reply(self, exchange: Exchange, ask: Ask, stream: LiveStream, trail: Trail) -> None:
+    def listen(self, ask: Ask, stream: LiveStream, trail: Trail) -> Answer:
+        """The text of the stream, as it comes."""
         stops = StopMatcher(ask.stops)
-        answer = Answer(stream, self._tokenizer.make_detokenizer(), stops, stream.sampling.stop_token_ids)
-        trail.answer = answer
+        trail.answer = Answer(stream, self._tokenizer.make_detokenizer(), stops, stream.sampling.stop_token_ids)
+        return trail.answer
+
+    async def _reply(self, exchange: Exchange, ask: Ask, stream: LiveStream, trail: Trail) -> None:
+        answer = self.listen(ask, stream, trail)
         shape = self._make_shape(ask, trail.request)
         if ask.stream:
             await self._reply_events(exchange, ask, answer, shape, stream)
@@ -206,45 +204,6 @@ class Pipeline:
                 raise ApiError("invalid_request", message, param=f"prompt[{index}]")
         return list(prompt.tokens)
 
-    def _plan_sampling(self, ask: Ask, num_prompt: int) -> SamplingParams:
-        held = pool_tokens(self._dispatcher.snapshots())
-        limit = min(self._config.max_context_tokens, held or self._config.max_context_tokens)
-        param = "messages" if ask.endpoint == "chat" else "prompt"
-        if num_prompt >= limit:
-            message = f"This model's maximum context length is {limit} tokens; your prompt alone has {num_prompt}."
-            raise ApiError("context_length", message, param=param)
-        room = limit - num_prompt
-        if ask.max_tokens is not None and ask.max_tokens > room:
-            message = (
-                f"This model's maximum context length is {limit} tokens; you asked for {num_prompt} in the prompt and "
-                f"{ask.max_tokens} in '{ask.max_tokens_param}'."
-            )
-            raise ApiError("context_length", message, param=ask.max_tokens_param)
-        return SamplingParams(
-            temperature=ask.temperature,
-            top_k=ask.top_k,
-            top_p=ask.top_p,
-            min_p=ask.min_p,
-            seed=secrets.randbits(63) if ask.seed is None else ask.seed & ((1 << 63) - 1),
-            max_tokens=ask.max_tokens or min(room, ask.default_max_tokens or room),
-            stop_token_ids=() if ask.ignore_eos else self._tokenizer.eos_ids,
-        )
-
-    def _find_deadlines(self, arrived: float, timeout: bytes | None) -> Deadlines:
-        total_at = None
-        if timeout is not None:
-            try:
-                seconds = float(timeout)
-            except ValueError:
-                seconds = math.nan
-            if not 0 < seconds <= self._config.max_total_s:
-                message = (
-                    f"Invalid 'x-baton-timeout-s': expected seconds over 0 and up to {self._config.max_total_s:g}."
-                )
-                raise ApiError("invalid_request", message, param="x-baton-timeout-s")
-            total_at = arrived + seconds
-        return Deadlines(arrived + self._config.first_token_s, self._config.progress_s, total_at)
-
     def _look_at_door(self) -> Door:
         head = self._dispatcher.queue.head()
         return Door(
@@ -275,21 +234,3 @@ class Pipeline:
         reasons: dict[str, AbortReason] = {"ok": "stop", "slow_client": "slow_client"}
         if trail.stream is not None:
             self._dispatcher.leave(trail.stream, reasons.get(trail.verdict, "disconnect"))
-
-    def _log(self, exchange: Exchange, trail: Trail) -> None:
-        now, stream = self._clock(), trail.stream
-        marks = stream.marks if stream is not None else Marks(trail.arrived)
-        logger.info(
-            "request id=%s path=%s status=%d outcome=%s stream=%s retries=%d prompt_tokens=%d output_tokens=%d tokenize_ms=%.1f"
-            " queue_ms=%.1f grant_ms=%.1f ttft_ms=%.1f decode_ms=%.1f total_ms=%.1f",
-            trail.request, exchange.path, exchange.status, trail.verdict, stream.id.hex()[:8] if stream else "-",
-            stream.num_retries if stream else 0, stream.num_prompt if stream else 0,
-            trail.answer.num_tokens if trail.answer else 0, _ms(trail.arrived, trail.tokenized),
-            _ms(marks.queued, marks.dispatched),
-            _ms(marks.dispatched, marks.prefill_accepted or marks.decode_accepted),
-            _ms(trail.arrived, marks.first_token), _ms(marks.first_token, marks.last_token), _ms(trail.arrived, now),
-        )  # fmt: skip
-
-
-def _ms(begin: float, end: float) -> float:
-    return max(end - begin, 0.0) * 1000 if begin and end else 0.0

@@ -28,7 +28,7 @@ def describe_worker(worker: WorkerSnapshot) -> dict[str, object]:
             "max_context_tokens": identity.max_context_tokens,
         }
     if load is None:
-        return facts
+        return facts | dict.fromkeys(("blocks_total", "blocks_in_use", "blocks_quarantined", "running", "waiting"))
     return facts | {
         "blocks_total": load.blocks_total,
         "blocks_in_use": load.blocks_total - load.blocks_free - load.blocks_quarantined,

@@ -211,6 +211,17 @@ class LiveStream:
         self.outcome, self.marks.ended = outcome, now
         self._changed.set()
 
+    def end_prefill(self, timings: PrefillTimings) -> None:
+        """Prefill is done with the stream: decode has adopted the KV cache."""
+        self.prefill_timings, self.placement.is_prefill_open = timings, False
+        self._changed.set()
+
+    async def wait_prefill_end(self) -> None:
+        """Returns when no prefill worker owes an END any more. Same caller as `wait_beyond`; cancel-safe."""
+        while self.placement.is_prefill_open:
+            self._changed.clear()
+            await self._changed.wait()
+
     async def wait_beyond(self, count: int) -> None:
         """Returns when there are over `count` tokens or the outcome is known. One caller; cancel-safe."""
         while len(self.tokens) <= count and self.outcome is None:
