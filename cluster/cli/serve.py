@@ -112,9 +112,9 @@ class _Start:
         """
         config = self._config
         cache = env.cache_dir()
+        self._sweep()  # first: what a killed run left may hold the port
         self._claim = claim_port(config.host, config.port, cache / "locks")
         self._terminal.line(f"baton: {config_name}, model {self._model.id}, port {config.port}")
-        self._sweep()
         with self._steps.step("model") as step:
             path = ensure_model(self._model, cache, step.progress)
             step.note(str(path))
