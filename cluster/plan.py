@@ -3,7 +3,8 @@ take.
 """
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from cluster.config import ClusterConfig, ModelConfig
@@ -27,8 +28,21 @@ class ClusterPlan:
 def make_plan(config: ClusterConfig, model: ModelConfig, model_path: Path, machine: Machine) -> ClusterPlan:
     """The plan of a cluster whose model is on disk. Raises `ConfigError` or `workers.errors.ModelRefused`."""
     worker, decided = resolve_worker(config, read_spec(model_path), machine)
-    settings = (*given_settings(config, model), Setting("model.path", str(model_path), "converted once"), *decided)
-    return ClusterPlan(config=config, model=model, model_path=model_path, worker=worker, settings=settings)
+    found = (
+        Setting("model.path", str(model_path), "converted once"),
+        Setting("worker.model", "transformers classes", "the general fallback, with our paged attention in them"),
+    )
+    plan = ClusterPlan(config=config, model=model, model_path=model_path, worker=worker, settings=())
+    settings = (*given_settings(config, model), *found, *decided, *_front_door(router_config(plan)))
+    return replace(plan, settings=settings)
+
+
+def _front_door(config: RouterConfig) -> Iterator[Setting]:
+    """The limits of the ingress, those apart that stand elsewhere."""
+    shown = {"model_id", "model_path", "max_context_tokens", "disaggregation", "version"}
+    for limit in fields(config):
+        if limit.name not in shown:
+            yield Setting(f"router.{limit.name}", getattr(config, limit.name), "built in")
 
 
 def replica_config(plan: ClusterPlan, role: Role, secret_path: Path) -> ReplicaConfig:

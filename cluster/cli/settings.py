@@ -16,6 +16,8 @@ CONFIG_EXAMPLES = """examples:
   baton config laptop-colocated     another file of configs/clusters
   baton config ./mine.yaml          a file of your own
 """
+WIDE = 24
+"""A longer value shifts its own line only."""
 VALIDATE_EXAMPLES = """examples:
   baton validate ./mine.yaml                       a cluster, with the model it names
   baton validate configs/models/smollm2-135m.yaml  a model
@@ -70,7 +72,7 @@ def resolve_settings(config: ClusterConfig, model: ModelConfig) -> tuple[Setting
 def render_settings(settings: Sequence[Setting]) -> list[str]:
     """One line per setting: key, value, reason."""
     keys = max(len(setting.key) for setting in settings)
-    values = min(40, max(len(str(setting.value)) for setting in settings))
+    values = max(len(str(setting.value)) for setting in settings if len(str(setting.value)) <= WIDE)
     return [f"{setting.key:<{keys}}  {setting.value!s:<{values}}  {setting.reason}" for setting in settings]
 
 

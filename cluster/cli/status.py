@@ -42,13 +42,14 @@ def render_status(status: Mapping[str, Any]) -> str:
 
 
 def _row(worker: Mapping[str, Any]) -> list[str]:
-    blocks = f"{worker['blocks_in_use']} of {worker['blocks_total']}"
-    names = ("pool", "role", "pid", "ranks", "state")
-    return [
-        *(str(worker[name]) for name in names),
-        blocks,
-        *(str(worker[name]) for name in ("blocks_quarantined", "running", "waiting")),
-    ]
+    blocks = f"{_show(worker['blocks_in_use'])} of {_show(worker['blocks_total'])}"
+    before = [_show(worker[name]) for name in ("pool", "role", "pid", "ranks", "state")]
+    return [*before, blocks, *(_show(worker[name]) for name in ("blocks_quarantined", "running", "waiting"))]
+
+
+def _show(value: object) -> str:
+    """A worker that has not reported yet knows no figures."""
+    return "-" if value is None else str(value)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
