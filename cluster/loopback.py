@@ -23,7 +23,7 @@ def move_replica_listener() -> None:
         port: int = bind(server, loopback_address(address))
         return port
 
-    bind_on_loopback.is_on_loopback = True  # type: ignore[attr-defined]
+    bind_on_loopback.is_on_loopback = True  # type: ignore[attr-defined]  # functions take attributes
     replica.add_port_to_grpc_server = bind_on_loopback
 
 

@@ -17,7 +17,7 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, R
 from cluster.board import Subscriber
 
 
-class MembershipRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
+class MembershipRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is untyped here
     """Serve's router of a pool's handle: reports the replicas it hears of, and routes in order where Serve itself
     asks.
     """

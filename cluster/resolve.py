@@ -53,7 +53,7 @@ def resolve_worker(
     """The settings of every worker, and why. Raises `ConfigError` where an explicit value does not fit the model."""
     settings = {setting.key: setting for setting in _decide(config, spec, machine)}
     values = {key.removeprefix("worker."): setting.value for key, setting in settings.items()}
-    worker = WorkerSettings(**values)  # type: ignore[arg-type]
+    worker = WorkerSettings(**values)  # type: ignore[arg-type]  # keys and types agree, see the tests
     if worker.max_context_tokens > spec.max_positions:
         raise ConfigError(
             f"worker.max_context_tokens: {worker.max_context_tokens} is over the model's {spec.max_positions}"
