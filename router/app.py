@@ -91,10 +91,8 @@ class Router:
             return
         self._pipeline.may_come = may_come
         listed = {endpoint.incarnation for endpoint in endpoints}
-        for incarnation, (link, task) in list(self._links.items()):
+        for incarnation, (link, _) in self._links.items():
             link.is_listed = incarnation in listed
-            if not link.is_listed and not link.is_up:
-                task.cancel()
         for endpoint in endpoints:
             if endpoint.incarnation not in self._links:
                 link = WorkerLink(endpoint, self._facts, self._inbox)

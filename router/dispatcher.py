@@ -16,8 +16,9 @@ from router.errors import ApiError
 from router.grant import make_generate, make_prefill
 from router.retry import Budgets, Failure, Retry, Situation, decide_retry
 from router.stream import LiveStream, Placement, Verdict
-from router.worker_view import Need, Route, Wait, WaitLabel, WorkerSnapshot, decide_route
+from router.worker_view import Need, Route, Wait, WaitLabel, WorkerSnapshot, decide_route, pool_tokens
 from workers.protocol import (
+    MAX_TOKENS,
     Abort,
     AbortReason,
     DownMessage,
@@ -117,7 +118,12 @@ class Dispatcher:
     def pump(self) -> None:
         """Places the queue's head while there is room for it, in order of arrival."""
         while (stream := self.queue.head()) is not None:
-            route = decide_route(self.snapshots(), self._need(stream), self._config.disaggregation, self._draw)
+            workers, need = self.snapshots(), self._need(stream)
+            if need.num_known >= (pool_tokens(workers) or MAX_TOKENS + 1):
+                message = f"The prompt's {need.num_known} tokens fit no worker's KV cache."
+                self._end(stream, ApiError("context_length", message), "retry")
+                continue
+            route = decide_route(workers, need, self._config.disaggregation, self._draw)
             if isinstance(route, Wait):
                 self.queue.label = route.label
                 return

@@ -105,8 +105,10 @@ class FakeWorker:
         self.queued_tokens = 0
         self.computed: Counter[str] = Counter()
         self.is_silent = False
+        self.num_refused = 0
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._aborted: set[StreamKey] = set()
         self._last_dispatch = 0
         self._server: asyncio.Server | None = None
         self.endpoint = WorkerEndpoint(role, self.incarnation, "127.0.0.1", 0, 0)
@@ -130,6 +132,7 @@ class FakeWorker:
         """As kill -9: sockets close, nothing is said."""
         if self._server is not None:
             self._server.close()
+            await asyncio.sleep(0)
         for connection in list(self._connections):
             connection.abort()
         for task in list(self._tasks):
@@ -165,6 +168,7 @@ class FakeWorker:
         try:
             connection = await establish(steps, reader, writer, FRONT_CODEC.max_frame_bytes)
         except TransferError:
+            self.num_refused += 1
             return
         self._connections.add(connection)
         self._own(self._read(connection))
@@ -177,7 +181,10 @@ class FakeWorker:
                     self.received.append(message)
                     self._on_message(connection, message)
         except TransferError:
+            pass
+        finally:
             self._connections.discard(connection)
+            connection.abort()
 
     def _send(self, connection: Connection, message: object) -> None:
         if not self.is_silent:
@@ -217,6 +224,7 @@ class FakeWorker:
                 self._last_dispatch = max(self._last_dispatch, message.dispatch)
                 self._own(self._reserve(connection, message))
             case Abort():
+                self._aborted.add(StreamKey(message.stream, message.attempt))
                 self.release(StreamKey(message.stream, message.attempt))
             case Seen():
                 self.release(StreamKey(message.stream, message.attempt))
@@ -248,6 +256,8 @@ class FakeWorker:
 
     async def _reserve(self, connection: Connection, message: Generate | Prefill) -> None:
         await self.script.accepts.wait()
+        if StreamKey(message.stream, message.attempt) in self._aborted:
+            return
         if self.script.busy or self.state != "ready":
             reason: BusyReason = self.script.busy.pop(0) if self.script.busy else "draining"
             self._send(connection, Busy(message.stream, message.attempt, reason))

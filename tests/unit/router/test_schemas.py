@@ -1,0 +1,183 @@
+"""Bodies that clients send: what is refused, and the field that the refusal names."""
+
+import json
+
+import pytest
+
+from router.errors import FACES, ApiError
+from router.openai.ask import ChatPrompt, TextPrompt, TokenPrompt
+from router.openai.chat import parse_chat
+from router.openai.completions import parse_completion
+from router.openai.schemas import parse_json_object
+
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: object):
+    return parse_chat({"model": "m", "messages": [USER]} | fields, 4, 64)
+
+
+def refused(call, **fields: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        call(**fields)
+    return caught.value
+
+
+def test_defaults_are_those_of_openai() -> None:
+    model, ask = chat()
+    assert model == "m"
+    assert (ask.temperature, ask.top_p, ask.max_tokens, ask.seed, ask.stops, ask.stream) == (
+        1.0,
+        1.0,
+        None,
+        None,
+        (),
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"n": 2}, "n"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"stop": ["a"] * 300}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": 3}, "stop"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [USER, {"role": "alien", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": "yes"}, "stream"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"flux": 1}, "flux"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_a_refused_chat_field_is_named(fields: dict[str, object], param: str) -> None:
+    error = refused(chat, **fields)
+    assert (error.status, error.param) == (400, param)
+    assert error.message
+    assert error.code
+
+
+def test_a_missing_field_is_named() -> None:
+    error = refused(lambda: parse_chat({"model": "m"}, 4, 64))
+    assert (error.param, error.code) == ("messages", "missing_required_parameter")
+
+
+def test_neutral_values_of_unbuilt_fields_pass() -> None:
+    chat(
+        n=1,
+        logprobs=False,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logit_bias={},
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        user="u",
+        metadata={},
+        store=False,
+        stop=None,
+    )
+
+
+def test_an_answer_of_the_openai_client_can_be_sent_back() -> None:
+    """Its dump carries nulls and empty lists for what was not said."""
+    unsaid = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls"))
+    said = {"role": "assistant", "content": "yes", "annotations": []} | unsaid
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    _, ask = chat(messages=[USER, said, parts])
+    assert isinstance(ask.prompt, ChatPrompt)
+    assert [m["content"] for m in ask.prompt.messages] == ["hi", "yes", "a\nb"]
+
+
+def test_developer_messages_are_system_messages() -> None:
+    _, ask = chat(messages=[{"role": "developer", "content": "x"}])
+    assert isinstance(ask.prompt, ChatPrompt)
+    assert ask.prompt.messages[0]["role"] == "system"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", TextPrompt("a")), (["a"], TextPrompt("a")), ([1, 2], TokenPrompt((1, 2))), ([[1, 2]], TokenPrompt((1, 2)))],
+)
+def test_prompts_of_completions(prompt: object, expected: object) -> None:
+    _, ask = parse_completion({"model": "m", "prompt": prompt}, 4, 64)
+    assert ask.prompt == expected
+    assert (ask.max_tokens, ask.default_max_tokens) == (None, 16)
+
+
+@pytest.mark.parametrize("prompt", ["", [], None, 3, [1.5], [True], ["a", "b"], [[1], [2]], [""], {"a": 1}, [1, "a"]])
+def test_refused_prompts_of_completions(prompt: object) -> None:
+    error = refused(lambda: parse_completion({"model": "m", "prompt": prompt}, 4, 64))
+    assert (error.status, error.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"echo": True}, {"best_of": 2}, {"logprobs": 1}, {"logprobs": 0}, {"suffix": "x"}, {"max_tokens": 0}]
+)
+def test_refused_fields_of_completions(fields: dict[str, object]) -> None:
+    error = refused(lambda: parse_completion({"model": "m", "prompt": "a"} | fields, 4, 64))
+    assert (error.status, error.param) == (400, next(iter(fields)))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b"\xff\xfe",
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b"[" * 50_000,
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        b'{"a": ' + b"9" * 10_000 + b"}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    error = refused(lambda: parse_json_object(raw))
+    assert (error.status, error.code) == (400, "invalid_json")
+
+
+def test_every_error_has_the_openai_shape() -> None:
+    for kind in FACES:
+        body = json.loads(json.dumps(ApiError(kind, "text").body()))
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert 400 <= ApiError(kind, "text").status < 600
