@@ -105,7 +105,10 @@ def _write_folder(gguf_path: Path, folder: Path, progress: Progress) -> None:
     except (ValueError, IndexError, KeyError) as error:
         raise ModelDamaged(f"{gguf_path.name} is not a whole GGUF file: {error}") from None
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    config = plan_config(fields, has_lm_head=any(t.name == "output.weight" for t in reader.tensors))
+    try:
+        config = plan_config(fields, has_lm_head=any(t.name == "output.weight" for t in reader.tensors))
+    except KeyError as error:
+        raise ModelDamaged(f"{gguf_path.name} lacks the field {error}") from None
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _plan_generation_config(config))
     _write_tokenizer(fields, folder)

@@ -32,6 +32,7 @@ def load_causal_lm(folder: Path, dtype: torch.dtype, attention: str, progress: P
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it warns of is an error of ours below
     progress("loading weights", 0.0)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -42,10 +43,11 @@ def load_causal_lm(folder: Path, dtype: torch.dtype, attention: str, progress: P
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, instead of a traceback
         )
     except (ValueError, KeyError) as error:
         raise ModelRefused(f"{folder.name}: transformers does not load it: {error}") from None
-    for kind in ("missing_keys", "mismatched_keys"):
+    for kind in ("missing_keys", "mismatched_keys"):  # transformers fills both with random numbers
         if report[kind]:
             raise ModelDamaged(
                 f"{folder.name}: {len(report[kind])} {kind.replace('_', ' ')}, first {sorted(report[kind])[0]}"

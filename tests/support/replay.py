@@ -1,0 +1,38 @@
+"""Drives an engine over a real or fake runner: requests arrive when told, tokens come back by request."""
+
+from collections.abc import Sequence
+
+from workers.engine.config import EngineConfig
+from workers.engine.engine import Engine
+from workers.engine.plan import Runner
+from workers.engine.request import Request
+from workers.protocol import SamplingParams, StreamKey
+
+
+def replay(
+    runner: Runner, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int, stagger_steps: int = 0
+) -> list[list[int]]:
+    """Greedy tokens of each prompt; request i arrives at step i * stagger_steps. Every block is free at the end."""
+    steps = 0
+    engine = Engine(config, runner, lambda: steps * 0.01)
+    waiting = list(enumerate(prompts))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    while waiting or engine.has_work:
+        while waiting and waiting[0][0] * stagger_steps <= steps:
+            index, prompt = waiting[0]
+            request = Request(
+                key=StreamKey(index.to_bytes(16, "big"), 1), known=list(prompt), num_prompt=len(prompt),
+                sampling=SamplingParams(max_tokens=num_tokens), arrival=float(index),
+            )  # fmt: skip
+            if not engine.reserve(request, config.blocks_for(len(prompt))):
+                break
+            engine.start(request.key)
+            waiting.pop(0)
+        for output in engine.step().outputs:
+            assert output.position == len(tokens[int.from_bytes(output.key.stream, "big")])
+            tokens[int.from_bytes(output.key.stream, "big")].append(output.token)
+        steps += 1
+        assert steps < 100_000, "the engine makes no progress"
+    engine.check_integrity()
+    assert engine.pool.num_free == config.num_blocks
+    return tokens

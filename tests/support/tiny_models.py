@@ -1,0 +1,30 @@
+"""Tiny random models of real architectures, saved as folders, with transformers as their oracle for nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES = {
+    "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 211, "max_position_embeddings": 512,
+    "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+EXTRAS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+
+
+def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
+    """Write the model folder and return the transformers model, fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **(SIZES | EXTRAS[kind] | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(folder)
+    return model
