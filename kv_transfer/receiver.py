@@ -173,8 +173,8 @@ class KVReceiver:
                     events.append(Arrived(grant.key, grant.fin.meta, ReceiveTrace(tuple(receiving.trace))))
                 case GrantAction.EMIT_FAILED:
                     events.append(TransferFailed(grant.key, grant.failure or "peer_lost"))
-        if grant.is_forgotten:
-            self._receivings.pop(grant.key, None)
+        if grant.is_forgotten and self._receivings.get(grant.key) is receiving:
+            del self._receivings[grant.key]
         return events
 
     def _emit_all(self, events: Sequence[ReceiverEvent]) -> None:

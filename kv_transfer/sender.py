@@ -134,11 +134,12 @@ class KVSender:
         with self._lock:
             assert key not in self._sendings, f"{key!r} has begun already"
             link = self._links.get(peer)
-            if link is not None:
+            has_lane = link is not None and link.lane is not None
+            if link is not None and has_lane:
                 transfer = SendTransfer(key, skip_tokens, num_tokens, self._identity.layout.num_layers)
                 self._sendings[key] = _Sending(transfer, link, tuple(blocks), TORCH_DTYPES[link.peer.layout.dtype])
                 link.send(Begin(*key))
-        if link is None:
+        if not has_lane:
             self._emit(TransferFailed(key, "peer_lost"))
 
     def push(
@@ -229,10 +230,11 @@ class KVSender:
         return events
 
     def _release(self, sending: _Sending, units: Sequence[_QueuedUnit]) -> None:
-        if sending.link.lane is not None:
-            sending.transfer.in_lane += len(units)
-            for unit in units:
-                sending.link.lane.offer(unit)
+        lane = sending.link.lane
+        assert lane is not None, "a transfer begins only on a link with a lane"
+        sending.transfer.in_lane += len(units)
+        for unit in units:
+            lane.offer(unit)
 
     def _emit_all(self, events: Sequence[SenderEvent]) -> None:
         for event in events:
@@ -254,7 +256,11 @@ class KVSender:
             if isinstance(hello, SessionHello):
                 await self._serve(connection, hello)
             elif isinstance(hello, LaneHello):
-                self._lanes.pop(hello.session).set_result((connection, hello.lane))
+                arrives = self._lanes.pop(hello.session, None)
+                if arrives is None or arrives.done():
+                    connection.abort()
+                else:
+                    arrives.set_result((connection, hello.lane))
         except TransferError as error:
             _log.info("refused a connection: %s", error)
         except asyncio.CancelledError:

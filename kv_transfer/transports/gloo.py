@@ -32,7 +32,7 @@ class GlooTicket:
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self._work.wait(datetime.timedelta(seconds=STUCK_TIMEOUT_S))
         except RuntimeError as error:
             raise PeerLost(f"gloo operation failed ({type(error).__name__})") from None
 
@@ -100,7 +100,7 @@ class GlooTransport:
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [self._device]
         options._threads = 1
-        options._timeout = datetime.timedelta(seconds=STUCK_TIMEOUT_S)
+        options._timeout = datetime.timedelta(seconds=OPEN_TIMEOUT_S)
         try:
             return GlooPair(_c10d.ProcessGroupGloo(store, rank, 2, options), rank)
         except RuntimeError as error:

@@ -1,0 +1,88 @@
+"""Gather and scatter at any offset, between caches with different blocks and dtypes, against a token-by-token
+reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_transfer.layout import KVLayout
+from kv_transfer.staging import StagingBuffers, as_bytes, as_unit, digest_of, gather_unit, scatter_unit, touched_blocks
+
+LAYERS, HEADS, DIM = 3, 2, 4
+
+
+def make_cache(num_blocks: int, block_tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    shape = (LAYERS, num_blocks, 2, HEADS, block_tokens, DIM)
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).to(dtype)
+
+
+def token_state(data: torch.Tensor, blocks: list[int], token: int) -> torch.Tensor:
+    """`[layers, 2, heads, dim]` of one token, looked up the slow way."""
+    block_tokens = data.shape[4]
+    return data[:, blocks[token // block_tokens], :, :, token % block_tokens]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_part_moves_between_caches_of_different_block_sizes(draw):
+    source_block, target_block = draw.draw(st.sampled_from([1, 3, 4, 16])), draw.draw(st.sampled_from([1, 2, 5, 16]))
+    num_tokens = draw.draw(st.integers(1, 40))
+    first_token = draw.draw(st.integers(0, num_tokens - 1))
+    count = draw.draw(st.integers(1, num_tokens - first_token))
+    first_layer = draw.draw(st.integers(0, LAYERS - 1))
+    num_layers = draw.draw(st.integers(1, LAYERS - first_layer))
+    source, target = make_cache(48, source_block), torch.full((LAYERS, 48, 2, HEADS, target_block, DIM), -1.0)
+    source_table = draw.draw(st.permutations(range(48)))[: -(-num_tokens // source_block)]
+    target_table = draw.draw(st.permutations(range(48)))[: -(-num_tokens // target_block)]
+
+    unit = gather_unit(source, source_table, first_token, count, first_layer, num_layers)
+    assert unit.is_contiguous()
+    assert unit.shape == (num_layers, 2, HEADS, count, DIM)
+    scatter_unit(target, target_table, unit, first_token, first_layer)
+
+    layers = slice(first_layer, first_layer + num_layers)
+    for token in range(first_token, first_token + count):
+        assert torch.equal(
+            token_state(target, target_table, token)[layers], token_state(source, source_table, token)[layers]
+        )
+    assert int((target != -1).sum()) == unit.numel(), "slots outside the unit are untouched"
+    touched = touched_blocks(target_table, target_block, first_token, count)
+    untouched = [block for block in range(48) if block not in touched]
+    assert bool((target[:, untouched] == -1).all())
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16")])
+def test_units_travel_in_the_receivers_dtype(ours, theirs):
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    source = (make_cache(4, 4) / 7).to(dtypes[ours])
+    target = torch.zeros((LAYERS, 4, 2, HEADS, 4, DIM), dtype=dtypes[theirs])
+    unit = gather_unit(source, [3, 1], 1, 6, 0, LAYERS, dtype=dtypes[theirs])
+    layout = KVLayout(LAYERS, HEADS, DIM, 4, theirs)
+    flat = as_bytes(unit)
+    assert flat.numel() == layout.unit_bytes(6, LAYERS)
+    scatter_unit(target, [0, 2], as_unit(flat.clone(), layout, 6, LAYERS), 1, 0)
+    for token in range(1, 7):
+        assert torch.equal(token_state(target, [0, 2], token), token_state(source, [3, 1], token).to(dtypes[theirs]))
+
+
+def test_the_digest_sees_any_flipped_bit():
+    unit = as_bytes(gather_unit(make_cache(2, 4), [0, 1], 0, 8, 0, LAYERS))
+    before = digest_of(unit)
+    assert before == digest_of(unit.clone())
+    for position in (0, 17, unit.numel() - 1):
+        unit[position] ^= 1
+        assert digest_of(unit) != before
+        unit[position] ^= 1
+
+
+def test_staging_buffers_are_reused_by_size_and_bounded():
+    buffers = StagingBuffers(max_free=2)
+    first = buffers.take(64)
+    buffers.give(first)
+    assert buffers.take(32) is not first
+    assert buffers.take(64) is first
+    assert buffers.take(64) is not first
+    for size in (8, 16, 24):
+        buffers.give(torch.empty(size, dtype=torch.uint8))
+    assert len(buffers._free) == 2
