@@ -20,7 +20,7 @@ model: setup  ## download and convert the model without starting anything
 	@$(BIN)/baton fetch $(CONFIG)
 
 test: model  ## run all tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m "not full"
 
 lint: setup  ## ruff: rules and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -42,13 +42,30 @@ def start_serve(host: str, port: int) -> None:
     )
 
 
+class DeploymentFailed(Exception):
+    """A replica could not be started; the text holds what each said last."""
+
+
 def deploy(app: Any, name: str) -> None:
-    """Returns when every replica of the application is healthy. Raises RuntimeError with Serve's message when one
-    fails.
+    """Returns when every replica of the application is healthy. Raises `DeploymentFailed` when one fails
+    three times.
     """
     from ray import serve
 
-    serve.run(app, name=name, route_prefix="/")
+    try:
+        serve.run(app, name=name, route_prefix="/")
+    except RuntimeError as error:
+        raise DeploymentFailed(_collect_reasons(name) or str(error)) from None
+
+
+def _collect_reasons(app_name: str) -> str:
+    """The last line of what each failing deployment reports: the exception in its constructor."""
+    from ray import serve
+
+    status = serve.status().applications.get(app_name)
+    deployments = status.deployments.items() if status else ()
+    said = {name: [line for line in facts.message.splitlines() if line.strip()] for name, facts in deployments}
+    return "\n".join(f"{name} did not start: {lines[-1].strip()}" for name, lines in said.items() if lines)
 
 
 def stop(app_name: str | None, report: Callable[[str], None]) -> None:

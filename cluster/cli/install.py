@@ -5,15 +5,19 @@ runs before anything is installed.
     .venv/baton-setup.log  pip's own words, shown only when it fails
 """
 
+import fcntl
 import hashlib
 import json
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+
+from cluster.env import with_temp
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -36,8 +40,12 @@ class SetupFailed(Exception):
 
 
 def main() -> int:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
-        setup()
+        with open(ROOT / "pyproject.toml", "rb") as pyproject:
+            fcntl.flock(pyproject, fcntl.LOCK_EX)  # two at once would install into each other
+            setup()
     except SetupFailed as error:
         print(f"setup: error: {error}", file=sys.stderr)
         return 1
@@ -56,10 +64,9 @@ def setup() -> None:
         raise SetupFailed(
             f"this is Python {platform.python_version()}; Baton needs 3.11 or 3.12: make PYTHON=python3.11"
         )
-    if not PYTHON.exists():
-        run_step(
-            "virtual environment", [sys.executable, "-m", "venv", str(VENV)], hint="on Debian: apt install python3-venv"
-        )
+    if not (PYTHON.exists() and has_module("pip")):  # an interrupted one has no pip yet
+        command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+        run_step("virtual environment", command, hint="on Debian: apt install python3-venv")
     if needs_cuda_notice(*torch_on_offer()):
         print(CUDA_NOTICE, flush=True)
     run_step(
@@ -108,13 +115,22 @@ def run_step(title: str, command: list[str], hint: str) -> None:
     started, done = time.monotonic(), threading.Event()
     ticker = threading.Thread(target=tick, args=(title, started, done), daemon=True)
     ticker.start()
+    scratch = ROOT / "build" / "setup"
+    scratch.mkdir(parents=True, exist_ok=True)  # what an interrupted pip leaves goes with it
     try:
         output = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+            env=with_temp(scratch),
         )
     finally:
         done.set()
         ticker.join()
+        shutil.rmtree(scratch, ignore_errors=True)
     if VENV.is_dir():
         LOG.write_text(output.stdout)
     if output.returncode:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.cli import chat, explain, fetch, serve, settings, status
 from cluster.cli.client import ServerUnreachable
+from cluster.local_ray import DeploymentFailed
 from cluster.model_store import ModelUnavailable
 from cluster.ports import PortTaken
 from cluster.yaml_source import ConfigError
@@ -30,7 +31,7 @@ USER_ERRORS = (
     ModelRefused,
     ModelDamaged,
     ServerUnreachable,
-    RuntimeError,
+    DeploymentFailed,
     OSError,
 )
 INTERRUPTED = 130

@@ -15,6 +15,7 @@ from cluster import env, runtime
 from cluster.cli.progress import Steps, Terminal
 from cluster.config import ClusterConfig, ModelConfig, load_cluster
 from cluster.ending import Ending, EndRequested
+from cluster.local_ray import DeploymentFailed
 from cluster.model_store import ensure_model
 from cluster.parts import Parts
 from cluster.plan import ClusterPlan, make_plan, this_machine
@@ -107,9 +108,7 @@ class _Start:
         return f"http://{self._config.host}:{self._config.port}"
 
     def bring_up(self, config_name: str) -> None:
-        """The cluster answers. Raises `PortTaken`, `ModelUnavailable`, `ConfigError`, or RuntimeError where Serve gives
-        up.
-        """
+        """The cluster answers. Raises `PortTaken`, `ModelUnavailable`, `ConfigError`, or `DeploymentFailed`."""
         config = self._config
         cache = env.cache_dir()
         self._sweep()  # first: what a killed run left may hold the port
@@ -164,7 +163,7 @@ class _Start:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not _answers(f"{self._url}/health"):
             if time.monotonic() > deadline:
-                raise RuntimeError(
+                raise DeploymentFailed(
                     f"the workers are up but {self._url}/health gave no 200 within {READY_TIMEOUT_S:.0f} s"
                 )
             time.sleep(POLL_S)

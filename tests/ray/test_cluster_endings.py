@@ -127,3 +127,12 @@ def test_after_kill_9_the_next_start_sweeps_and_takes_the_port(start):
     assert not folder.path.exists()
     assert not marked_processes(folder)
     assert again.get("/ready") == {}
+
+
+def test_a_worker_that_cannot_start_is_told_with_its_reason(start):
+    served = start(is_broken=True)
+    wait_for("a process of Ray", served.processes)
+    folder = served.run_folder()
+    served.process.wait(timeout=120)
+    served.wait_output("prefill did not start: ValueError: the model folder holds no weights")
+    served.assert_ends_without_a_trace(folder, status=1)

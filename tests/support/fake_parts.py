@@ -47,6 +47,10 @@ def make_fake_leader(config: ReplicaConfig) -> FakeLeader:
     return FakeLeader(config)
 
 
+def make_broken_leader(config: ReplicaConfig) -> FakeLeader:
+    raise ValueError("the model folder holds no weights")
+
+
 class FakeRouter:
     """/ready, /workers (what the membership says, each worker asked for its pid and sources), /stream (ends when
     told).

@@ -49,12 +49,21 @@ class ServeProcess:
     """One start. With `terminal` it has a controlling terminal that `hang_up` closes."""
 
     def __init__(
-        self, port: int, *, config: str = "laptop", terminal: bool = False, environ: dict | None = None
+        self,
+        port: int,
+        *,
+        config: str = "laptop",
+        terminal: bool = False,
+        environ: dict | None = None,
+        is_real: bool = False,
+        is_broken: bool = False,
     ) -> None:
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.shared_before = set(SHARED_MEMORY.iterdir())
         self.output, self._terminal, self._stop_reading = "", None, threading.Event()
-        command = [sys.executable, *FAKES, config, str(port)]
+        real = ("-m", "cluster", "serve", "--config", config, "--port", str(port))
+        fakes = (*FAKES, config, str(port), *(("broken",) if is_broken else ()))
+        command = [sys.executable, *(real if is_real else fakes)]
         settings = {"env": {**os.environ, **(environ or {})}, "start_new_session": True, "stderr": subprocess.STDOUT}
         if terminal:
             self._terminal, inside = pty.openpty()

@@ -40,6 +40,7 @@ def test_a_fresh_environment_starts_no_pip(tmp_path, monkeypatch):
 def test_a_changed_pyproject_installs_again_and_remembers(tmp_path, monkeypatch):
     monkeypatch.setattr(install, "PYTHON", tmp_path / "python")
     monkeypatch.setattr(install, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(install, "has_module", lambda name: True)
     monkeypatch.setattr(install, "torch_on_offer", lambda: ("2.13.0+cpu", []))
     (tmp_path / "python").touch()
     (tmp_path / "stamp").write_text("of an older pyproject.toml")
