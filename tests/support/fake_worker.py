@@ -94,7 +94,7 @@ class _Stream:
 class FakeWorker:
     """Start on the loop of the test; `kill` is a crash, `close` an orderly end."""
 
-    def __init__(self, role: Role, script: Script | None = None, blocks_total: int = 64) -> None:
+    def __init__(self, role: Role, script: Script | None = None, blocks_total: int = 1024) -> None:
         self.role, self.script, self.blocks_total = role, script or Script(), blocks_total
         self.incarnation = mint_incarnation()
         self.state: WorkerState = "ready"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +63,13 @@ async def running_ingress(folder: Path, *, ready: bool = True, **config: object)
         router = Router(settings, make_ring())
         await router.start()
         router.set_workers(pair.endpoints)
-        server = uvicorn.Server(uvicorn.Config(router.app, port=0, log_config=None, lifespan="off"))
-        task = asyncio.create_task(server.serve())
+        server = uvicorn.Server(uvicorn.Config(router.app, log_config=None, lifespan="off"))
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # a client that reads nothing is felt soon
+        port = listener.getsockname()[1]
+        task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await until(lambda: server.started)
-            port = server.servers[0].sockets[0].getsockname()[1]
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
                 if ready:

@@ -185,7 +185,7 @@ def test_every_route_answers_json(tmp_path: Path) -> None:
             assert (head.status_code, head.content) == (200, b"")
             status = (await get("/baton/status")).json()
             assert [w["role"] for w in status["workers"]] == ["prefill", "decode"]
-            assert all(w["blocks_in_use"] == 0 and w["blocks_total"] == 64 for w in status["workers"])
+            assert all(w["blocks_in_use"] == 0 and w["blocks_total"] == 1024 for w in status["workers"])
 
     asyncio.run(story())
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from router.app import Router
 from router.config import RouterConfig
 from tests.support.fake_worker import MODEL_ID, FakeWorker
 from tests.support.ingress import Ingress, chat_body, parse_events, running_ingress, until
-from workers.protocol import Generate, Resume
+from workers.protocol import Abort, Generate, Resume
 
 
 async def read_events(ingress: Ingress, **fields: object) -> tuple[int, list[object]]:
@@ -120,17 +121,22 @@ def test_a_client_that_hangs_up_frees_the_work_at_every_stage(tmp_path: Path, st
 def test_a_client_that_reads_nothing_is_cut_and_its_work_freed(tmp_path: Path) -> None:
     async def story() -> None:
         async with running_ingress(tmp_path, slow_client_s=0.3) as ingress:
-            ingress.pair.decode.script.tokens = [10] * 7000
-            reader, writer = await asyncio.open_connection("127.0.0.1", ingress.port, limit=1024)
-            body = json.dumps(chat_body(stream=True, max_tokens=900)).encode()
-            writer.write(
-                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-            )
-            await writer.drain()
-            await until(lambda: bool(ingress.pair.decode.of(Generate)))
-            await until(lambda: ingress.router.status()["open_streams"] == 0, timeout_s=10)
-            writer.close()
-            del reader
+            script = ingress.pair.decode.script
+            script.tokens, script.gate_after = (
+                [10] * 8000,
+                7500,
+            )  # more than the socket takes, then only an ABORT ends it
+            script.emits.clear()
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(("127.0.0.1", ingress.port))
+                body = json.dumps(chat_body(stream=True, max_tokens=8000)).encode()
+                client.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+                )
+                client.sendall(body)
+                await until(lambda: bool(ingress.pair.decode.of(Abort)), timeout_s=20)
+            assert [m.reason for m in ingress.pair.decode.of(Abort)] == ["slow_client"]  # type: ignore[attr-defined]
             await ingress.until_idle()
 
     asyncio.run(story())
@@ -230,7 +236,6 @@ def test_two_hundred_random_disconnects_leave_nothing(tmp_path: Path) -> None:
         async with running_ingress(tmp_path, max_queued=1000) as ingress:
             ingress.say("hello the world of the hello", eos=True)
             ingress.pair.decode.script.pause_s = 0.002
-            ingress.pair.decode.blocks_total = 64
 
             async def visit() -> None:
                 try:

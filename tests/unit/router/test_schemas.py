@@ -96,7 +96,7 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_neutral_values_of_unbuilt_fields_pass() -> None:
-    chat(
+    _, ask = chat(
         n=1,
         logprobs=False,
         presence_penalty=0,
@@ -111,6 +111,7 @@ def test_neutral_values_of_unbuilt_fields_pass() -> None:
         store=False,
         stop=None,
     )
+    assert ask == chat()[1]
 
 
 def test_an_answer_of_the_openai_client_can_be_sent_back() -> None:
