@@ -1,0 +1,28 @@
+"""Line 8: every listener of the whole process tree, Ray's included, is on loopback. (The endings are tests/ray.)"""
+
+import ipaddress
+
+import psutil
+import pytest
+
+from tests.support.real_server import RealServer
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+def test_every_listener_is_on_loopback(real_server: RealServer) -> None:
+    listeners = []
+    for process in real_server.processes():
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN or (connection.type == 2 and not connection.raddr):
+                listeners.append((process.pid, process.name(), connection.laddr.ip, connection.laddr.port))
+    assert len(listeners) >= 5, "the test looked at the wrong processes"
+    assert real_server.port in {port for _, _, _, port in listeners}
+    strangers = [entry for entry in listeners if not is_loopback(entry[2])]
+    assert strangers == []
+
+
+def is_loopback(address: str) -> bool:
+    ip = ipaddress.ip_address(address.split("%")[0])
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return (mapped or ip).is_loopback
