@@ -25,6 +25,13 @@ class ModelSource(StrictModel):
     size_bytes: Annotated[int, Field(ge=1)]
 
 
+class SamplingDefaults(StrictModel):
+    """How the model samples where a request does not say; OpenAI's own defaults where the file does not."""
+
+    temperature: Annotated[float, Field(ge=0, le=2, strict=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
+
+
 class ModelConfig(StrictModel):
     """`configs/models/NAME.yaml`."""
 
@@ -34,6 +41,7 @@ class ModelConfig(StrictModel):
     source: ModelSource | None = None
     path: str | None = None
     """A local folder with config.json and safetensors; instead of `source`."""
+    sampling: SamplingDefaults = SamplingDefaults()
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelConfig":

@@ -77,6 +77,8 @@ def router_config(plan: ClusterPlan) -> RouterConfig:
         model_path=str(plan.model_path),
         max_context_tokens=plan.worker.max_context_tokens,
         disaggregation=plan.config.disaggregation,
+        default_temperature=plan.model.sampling.temperature,
+        default_top_p=plan.model.sampling.top_p,
     )
 
 

@@ -115,6 +115,8 @@ def given_settings(config: ClusterConfig, model: ModelConfig) -> tuple[Setting, 
     }
     return (
         Setting("model", model.id, model.description or "as configured"),
+        Setting("model.sampling.temperature", model.sampling.temperature, "where a request names none"),
+        Setting("model.sampling.top_p", model.sampling.top_p, "where a request names none"),
         Setting("disaggregation", config.disaggregation, why[config.disaggregation]),
         *(Setting(f"pools.{name}.replicas", count, "fixed") for name, count in pools.items()),
         Setting("ingress.replicas", 1, "one judge holds the queue"),

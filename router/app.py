@@ -146,7 +146,7 @@ class Router:
             if not exchange.status:
                 await exchange.send_error(ApiError("internal", "The server failed on this request."))
 
-    # --- routes -------------------------------------------------------------------------------------------------------
+    # --- routes -----------------------------------------------------------------------------------------------------
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
@@ -220,7 +220,7 @@ class Router:
     async def _status(self, exchange: Exchange) -> None:
         await exchange.send_json(200, self.status())
 
-    # --- tasks --------------------------------------------------------------------------------------------------------
+    # --- tasks ------------------------------------------------------------------------------------------------------
 
     async def _run(self, started: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:

@@ -14,6 +14,10 @@ class RouterConfig:
     """Folder with tokenizer.json, tokenizer_config.json and config.json."""
     max_context_tokens: int = 8192
     """Prompt and output tokens of one request together, 2 to 131072."""
+    default_temperature: float = 1.0
+    """Where a request names none, 0 to 2; the model's configuration sets it."""
+    default_top_p: float = 1.0
+    """Where a request names none, 0 to 1."""
     disaggregation: Literal["always", "never"] = "always"
     """always: a prefill and a decode worker serve each request; never: one colocated worker does."""
     local_fallback: bool = True

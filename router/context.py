@@ -41,7 +41,9 @@ def find_deadlines(config: RouterConfig, arrived: float, timeout: bytes | None) 
     return Deadlines(arrived + config.first_token_s, config.progress_s, total_at)
 
 
-def plan_sampling(ask: Ask, num_prompt: int, limit: int, eos_ids: tuple[int, ...]) -> SamplingParams:
+def plan_sampling(
+    ask: Ask, num_prompt: int, limit: int, eos_ids: tuple[int, ...], config: RouterConfig
+) -> SamplingParams:
     """`limit`: prompt and output tokens that fit together. Raises `ApiError` where what was asked for does not fit."""
     if num_prompt >= limit:
         message = f"This model's maximum context length is {limit} tokens; your prompt alone has {num_prompt}."
@@ -55,9 +57,9 @@ def plan_sampling(ask: Ask, num_prompt: int, limit: int, eos_ids: tuple[int, ...
         )
         raise ApiError("context_length", message, param=ask.max_tokens_param)
     return SamplingParams(
-        temperature=ask.temperature,
+        temperature=config.default_temperature if ask.temperature is None else ask.temperature,
         top_k=ask.top_k,
-        top_p=ask.top_p,
+        top_p=config.default_top_p if ask.top_p is None else ask.top_p,
         min_p=ask.min_p,
         seed=secrets.randbits(63) if ask.seed is None else ask.seed & ((1 << 63) - 1),
         max_tokens=ask.max_tokens or min(room, ask.default_max_tokens or room),

@@ -111,7 +111,7 @@ class Pipeline:
         deadlines = find_deadlines(self._config, trail.arrived, timeout)
         held = pool_tokens(self._dispatcher.snapshots()) or self._config.max_context_tokens
         limit = min(self._config.max_context_tokens, held)
-        sampling = plan_sampling(ask, len(prompt), limit, self._tokenizer.eos_ids)
+        sampling = plan_sampling(ask, len(prompt), limit, self._tokenizer.eos_ids, self._config)
         admission = decide_admission(self._look_at_door())
         if isinstance(admission, ApiError):
             raise admission

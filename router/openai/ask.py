@@ -40,8 +40,9 @@ class Ask:
     """Cut to what the context allows; None: as many as it allows."""
     max_tokens_param: str
     """The name under which the client gave it, for error messages."""
-    temperature: float
-    top_p: float
+    temperature: float | None
+    top_p: float | None
+    """None: the model's default, which `RouterConfig` carries."""
     top_k: int
     min_p: float
     seed: int | None

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from router.config import RouterConfig
+from router.context import plan_sampling
 from router.errors import FACES, ApiError
 from router.openai.ask import ChatPrompt, TextPrompt, TokenPrompt
 from router.openai.chat import parse_chat
@@ -23,17 +25,25 @@ def refused(call, **fields: object) -> ApiError:
     return caught.value
 
 
-def test_defaults_are_those_of_openai() -> None:
+def test_what_is_not_named_is_left_to_the_model_s_defaults() -> None:
     model, ask = chat()
     assert model == "m"
     assert (ask.temperature, ask.top_p, ask.max_tokens, ask.seed, ask.stops, ask.stream) == (
-        1.0,
-        1.0,
+        None,
+        None,
         None,
         None,
         (),
         False,
     )
+
+
+def test_the_model_s_defaults_hold_where_a_request_names_none() -> None:
+    config = RouterConfig(model_id="m", model_path="", default_temperature=0.2, default_top_p=0.9)
+    _, silent = chat()
+    _, outspoken = chat(temperature=0, top_p=1)
+    params = [plan_sampling(ask, 5, 100, (2,), config) for ask in (silent, outspoken)]
+    assert [(p.temperature, p.top_p) for p in params] == [(0.2, 0.9), (0.0, 1.0)]
 
 
 @pytest.mark.parametrize(
