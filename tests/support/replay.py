@@ -1,6 +1,7 @@
 """Drives an engine over a real or fake runner: requests arrive when told, tokens come back by request."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from workers.engine.config import EngineConfig
 from workers.engine.engine import Engine
@@ -9,11 +10,16 @@ from workers.engine.request import Request
 from workers.protocol import SamplingParams, StreamKey
 
 
+class Replayed(NamedTuple):
+    tokens: list[list[int]]
+    num_preempted: int
+
+
 def replay(
     runner: Runner, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int, stagger_steps: int = 0
-) -> list[list[int]]:
+) -> Replayed:
     """Greedy tokens of each prompt; request i arrives at step i * stagger_steps. Every block is free at the end."""
-    steps = 0
+    steps = num_preempted = 0
     engine = Engine(config, runner, lambda: steps * 0.01)
     waiting = list(enumerate(prompts))
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -28,11 +34,13 @@ def replay(
                 break
             engine.start(request.key)
             waiting.pop(0)
-        for output in engine.step().outputs:
+        result = engine.step()
+        num_preempted += len(result.preempted)
+        for output in result.outputs:
             assert output.position == len(tokens[int.from_bytes(output.key.stream, "big")])
             tokens[int.from_bytes(output.key.stream, "big")].append(output.token)
         steps += 1
         assert steps < 100_000, "the engine makes no progress"
     engine.check_integrity()
     assert engine.pool.num_free == config.num_blocks
-    return tokens
+    return Replayed(tokens, num_preempted)

@@ -7,7 +7,7 @@ import torch
 
 from workers.errors import StepFailed
 from workers.protocol import SamplingParams
-from workers.sampling.sampler import Draw, sample
+from workers.sampling.sampler import HEAD_WIDTHS, Draw, sample
 
 VOCAB = 40
 NUM_DRAWS = 8_000
@@ -34,10 +34,12 @@ def expected_distribution(logits: torch.Tensor, params: SamplingParams) -> list[
     return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
 
-def chi_square_p(logits: torch.Tensor, params: SamplingParams, expected: list[float], head_width: int = 1024) -> float:
+def chi_square_p(
+    logits: torch.Tensor, params: SamplingParams, expected: list[float], head_widths: tuple[int, ...] = HEAD_WIDTHS
+) -> float:
     """The p-value of NUM_DRAWS draws against `expected`, 0 when a token came that has no probability."""
     draws = [Draw(params, position) for position in range(NUM_DRAWS)]
-    tokens = sample(logits.expand(NUM_DRAWS, -1), draws, head_width)
+    tokens = sample(logits.expand(NUM_DRAWS, -1), draws, head_widths)
     counts = torch.bincount(torch.tensor(tokens), minlength=len(logits)).double()
     want = torch.tensor(expected, dtype=torch.float64) * NUM_DRAWS
     if (counts[want == 0] > 0).any():
@@ -67,11 +69,11 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("head_width", [8, 1024])
+@pytest.mark.parametrize("head_widths", [(4, 16), HEAD_WIDTHS])
 @pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"T{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}")
-def test_the_sampled_distribution_is_the_rules(params: SamplingParams, head_width: int) -> None:
+def test_the_sampled_distribution_is_the_rules(params: SamplingParams, head_widths: tuple[int, ...]) -> None:
     logits = make_logits()
-    assert chi_square_p(logits, params, expected_distribution(logits, params), head_width) > 1e-4
+    assert chi_square_p(logits, params, expected_distribution(logits, params), head_widths) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -118,15 +120,15 @@ def test_a_token_depends_on_its_own_row_only() -> None:
 def test_the_sorted_head_changes_no_token(params: SamplingParams) -> None:
     rows = torch.stack([make_logits(i, 3000) for i in range(60)])
     draws = [Draw(params, i) for i in range(60)]
-    whole = sample(rows, draws, head_width=3000)
-    assert sample(rows, draws, head_width=16) == whole
-    assert sample(rows, draws, head_width=1024) == whole
+    whole = sample(rows, draws, head_widths=())
+    assert sample(rows, draws, head_widths=(16,)) == whole
+    assert sample(rows, draws, head_widths=(4, 1024)) == whole
 
 
 def test_ties_across_the_edge_of_the_head_go_to_the_lower_id() -> None:
     logits = torch.zeros(100)
     params = SamplingParams(temperature=1.0, top_k=10, seed=3)
-    tokens = set(sample(logits.expand(500, -1), [Draw(params, i) for i in range(500)], head_width=16))
+    tokens = set(sample(logits.expand(500, -1), [Draw(params, i) for i in range(500)], head_widths=(16,)))
     assert tokens == set(range(10))
 
 
