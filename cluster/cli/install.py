@@ -112,8 +112,8 @@ def run_step(title: str, command: list[str], hint: str) -> None:
     """Runs a command with its output in the log and the elapsed time on the terminal. Raises `SetupFailed` with the
     last lines.
     """
-    started, done = time.monotonic(), threading.Event()
-    ticker = threading.Thread(target=tick, args=(title, started, done), daemon=True)
+    started, done, outcome = time.monotonic(), threading.Event(), ["!"]
+    ticker = threading.Thread(target=tick, args=(title, started, done, outcome), daemon=True)
     ticker.start()
     scratch = ROOT / "build" / "setup"
     scratch.mkdir(parents=True, exist_ok=True)  # what an interrupted pip leaves goes with it
@@ -127,6 +127,8 @@ def run_step(title: str, command: list[str], hint: str) -> None:
             check=False,
             env=with_temp(scratch),
         )
+        if output.returncode == 0:
+            outcome.append(".")
     finally:
         done.set()
         ticker.join()
@@ -138,7 +140,7 @@ def run_step(title: str, command: list[str], hint: str) -> None:
         raise SetupFailed(f"{title} failed ({hint}):\n{told}")
 
 
-def tick(title: str, started: float, done: threading.Event) -> None:
+def tick(title: str, started: float, done: threading.Event, outcome: list[str]) -> None:
     """The step's line, rewritten each second on a terminal, written at its start and end elsewhere."""
     is_tty = sys.stdout.isatty()
     if not is_tty:
@@ -146,7 +148,9 @@ def tick(title: str, started: float, done: threading.Event) -> None:
     while not done.wait(1.0):
         if is_tty:
             print(f"\r  : {title:<28} {time.monotonic() - started:6.1f} s", end="", flush=True)
-    print(f"{chr(13) if is_tty else ''}  . {title:<28} {time.monotonic() - started:6.1f} s", flush=True)
+    if is_tty:
+        print("\r", end="")
+    print(f"  {outcome[-1]} {title:<28} {time.monotonic() - started:6.1f} s", flush=True)
 
 
 if __name__ == "__main__":
