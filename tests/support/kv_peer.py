@@ -17,6 +17,7 @@ from kv_transfer.channel import Adopted, Arrived, BlocksProven, KVReceiver, KVSe
 from kv_transfer.layout import KVLayout, plan_units
 from kv_transfer.messages import KVIdentity
 from kv_transfer.staging import gather_unit, scatter_unit
+from kv_transfer.transports import gloo
 from kv_transfer.transports.select import make_transport
 from kv_transfer.wire import KeyRing
 
@@ -150,6 +151,7 @@ class Peer:
 def main() -> None:
     torch.set_num_threads(1)
     role, settings = sys.argv[1], json.loads(sys.argv[2])
+    gloo.STUCK_TIMEOUT_S = settings.get("stuck_s", gloo.STUCK_TIMEOUT_S)
     settings["layout"] = dataclasses.asdict(KVLayout(**settings["layout"]))
     asyncio.run(Peer(role, settings).run(settings.get("port", 0)))
 

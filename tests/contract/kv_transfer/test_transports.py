@@ -89,7 +89,7 @@ def test_a_send_waits_for_its_receive(pair: Pair):
 
 @pytest.mark.parametrize("who", [RECEIVER, SENDER])
 def test_poison_by_either_end_fails_what_waits_on_both(pair: Pair, who: int):
-    receiver, sender = pair
+    receiver = pair[RECEIVER]
     failures: list[str] = []
 
     def wait(name: str, ticket: Ticket) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kv_transfer import receiver as receiver_module
 from kv_transfer.channel import (
@@ -93,14 +94,16 @@ class World:
         ring = KeyRing((("k", b"k" * 16),))
         self.source = torch.randn(LAYERS, 8, 2, HEADS, 3, DIM, generator=torch.Generator().manual_seed(seed))
         self.target = torch.zeros(LAYERS, 12, 2, HEADS, 2, DIM)
-        sender_identity, receiver_identity = KVIdentity(SOURCE, "d", SOURCE_LAYOUT), KVIdentity(TARGET, "d",
-        TARGET_LAYOUT) self.events: deque[object] = deque()
+        sender_identity = KVIdentity(SOURCE, "d", SOURCE_LAYOUT)
+        receiver_identity = KVIdentity(TARGET, "d", TARGET_LAYOUT)
+        self.events: deque[object] = deque()
+        unused: Any = None
         self.sender = KVSender(
-            identity=sender_identity, ring=ring, data=self.source, host="", emit=self.from_sender, transport=None  # type: ignore[arg-type]
-        )  # fmt: skip
+            identity=sender_identity, ring=ring, data=self.source, host="", emit=self.from_sender, transport=unused
+        )
         self.receiver = KVReceiver(
-            identity=receiver_identity, ring=ring, data=self.target, emit=self.from_receiver, transport=None  # type: ignore[arg-type]
-        )  # fmt: skip
+            identity=receiver_identity, ring=ring, data=self.target, emit=self.from_receiver, transport=unused
+        )
         self.down, self.up = FakeLink(receiver_identity), FakeLink(sender_identity)
         self.sender._links[TARGET] = self.down  # type: ignore[assignment]
         self.receiver._links[SOURCE] = self.up  # type: ignore[assignment]
@@ -241,8 +244,8 @@ class World:
             lambda: self.write(None),
         ]
         for course in self.courses:
-            for step in (self.begin, self.push, self.push, self.finish):
-                steps.append(lambda step=step, course=course: not course.is_revoked and step(course))
+            engine = (self.begin, self.push, self.push, self.finish)
+            steps += [lambda s=step, c=course: not c.is_revoked and s(c) for step in engine]
         self.random.shuffle(steps)
         any(step() for step in steps)
 
@@ -305,13 +308,16 @@ class World:
 
 SCRIPT = tuple[tuple[int, str, int], ...]
 """(harmless steps before it, harmful step, which transfer)"""
-HARMFUL = ("abort", "revoke", "revoke_in_write", "lose_in_write", "corrupt_write", "lose", "twice_to_decode", "twice_to_prefill")
+HARMFUL = (
+    "abort", "revoke", "revoke_in_write", "lose_in_write", "corrupt_write", "lose",
+    "twice_to_decode", "twice_to_prefill",
+)  # fmt: skip
 
 
 def run_world(seed: int, script: SCRIPT) -> World:
     world = World(seed)
 
-    def scatter(data: torch.Tensor, blocks: tuple[int, ...], unit: torch.Tensor, first_token: int, first_layer: int) -> None:
+    def scatter(data: Tensor, blocks: tuple[int, ...], unit: Tensor, first_token: int, first_layer: int) -> None:
         size = data.shape[4]
         world.in_write = tuple(blocks[first_token // size : -(-(first_token + unit.shape[3]) // size)])
         for half in (0, 1):
