@@ -48,6 +48,8 @@ from kv_transfer.transports.base import DataPair, Ticket, Transport
 from kv_transfer.wire import Connection, KeyRing, establish, listen_steps
 
 WARM_UP_BYTES = 4096
+MAX_CONNECTIONS = 256
+"""Sessions, and handshakes under way. Each handshake ends within wire.HANDSHAKE_TIMEOUT_S."""
 _log = logging.getLogger(__name__)
 
 
@@ -245,6 +247,9 @@ class KVSender:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if len(self._tasks) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
         self._tasks.add(task)
         body = IDENTITY_CODEC.encode(self._identity)
         checks = {SESSION_PLANE: self._refusal_of_session, LANE_PLANE: self._refusal_of_lane}
