@@ -15,8 +15,21 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "qwen2": {},
     "qwen3": {},
+    "mixtral": {"num_local_experts": 4},
     "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
+
+OLDER = {"vocab_size": 211, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": OLDER | {"n_layer": 3, "n_head": 6, "n_embd": 96, "n_positions": 512, "initializer_range": 0.25},
+    "opt": OLDER | {
+        "num_hidden_layers": 3, "num_attention_heads": 6, "hidden_size": 96, "ffn_dim": 128, "word_embed_proj_dim": 96,
+        "max_position_embeddings": 512, "init_std": 0.25,
+    },
+}  # fmt: skip
+"""Families that name their sizes in their own way: learned positions."""
+
+KINDS = sorted(EXTRAS | OWN_SIZES)
 
 
 def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
@@ -24,7 +37,7 @@ def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **(SIZES | EXTRAS[kind] | changes))
+    config = AutoConfig.for_model(kind, **((OWN_SIZES.get(kind) or SIZES | EXTRAS.get(kind, {})) | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
     return model

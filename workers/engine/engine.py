@@ -11,8 +11,8 @@ an observer.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.config import EngineConfig
@@ -68,7 +68,7 @@ class Engine:
         self._scheduler = Scheduler(config, self.pool)
         self._requests: dict[StreamKey, Request] = {}
         self._adopted: dict[StreamKey, int] = {}
-        self._computed_prompt: dict[Reason, int] = {f.name: 0 for f in fields(ComputedPrompt)}  # type: ignore[misc]  # the fields are the reasons
+        self._computed_prompt: dict[Reason, int] = dict.fromkeys(get_args(Reason), 0)
 
     # --- admission ----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,15 @@ from typing import Any
 from workers.errors import ModelDamaged, ModelRefused
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_ALIASES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len"),
+}
+"""What older families call the same facts."""
+
 _BATCH_BOUND_ROPES = {"dynamic", "longrope"}
 _ATTENTION_EXTRAS = {
     "attn_logit_softcapping": "scores are capped",
@@ -75,33 +84,37 @@ def read_spec(folder: Path) -> DecoderSpec:
 
 
 def make_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a parsed config.json; raises `ModelRefused` naming what cannot be served, `ModelDamaged` for a
-    missing key.
-    """
+    """The spec of a parsed config.json; raises `ModelRefused` naming what cannot be served or what it does not say."""
     _refuse_unknown(config)
-    try:
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        return DecoderSpec(
-            architecture=config["architectures"][0],
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config.get("intermediate_size") or 4 * config["hidden_size"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            vocab_size=config["vocab_size"],
-            max_positions=config["max_position_embeddings"],
-            norm_eps=config.get("rms_norm_eps", config.get("layer_norm_eps")),
-            rope=_make_rope(config, head_dim),
-        )
-    except (KeyError, IndexError, TypeError) as error:
-        raise ModelDamaged(f"config.json lacks or spoils {error}") from None
+    architecture = config["architectures"][0]
+    found = dict(config)
+    for name, aliases in _ALIASES.items():
+        if found.get(name) is None:
+            found[name] = next((found[alias] for alias in aliases if found.get(alias)), None)
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
+    for name in sizes:
+        if type(found.get(name)) is not int or found[name] < 1:
+            raise ModelRefused(f"{architecture}: config.json gives no {name}, which a decoder with attention has")
+    heads = found["num_attention_heads"]
+    head_dim = found.get("head_dim") or found["hidden_size"] // heads
+    return DecoderSpec(
+        architecture=architecture,
+        num_layers=found["num_hidden_layers"],
+        hidden_size=found["hidden_size"],
+        intermediate_size=found["intermediate_size"] or 4 * found["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=found.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        vocab_size=found["vocab_size"],
+        max_positions=found["max_position_embeddings"],
+        norm_eps=found.get("rms_norm_eps", found.get("layer_norm_eps", found.get("layer_norm_epsilon"))),
+        rope=_make_rope(found, head_dim),
+    )
 
 
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
     architectures = config.get("architectures") or []
-    if not architectures or not str(architectures[0]).endswith("ForCausalLM"):
+    if not architectures or not str(architectures[0]).endswith(("ForCausalLM", "LMHeadModel")):
         raise ModelRefused(
             f"{architectures or 'a model without architectures'} is not a decoder-only language model (...ForCausalLM)"
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from workers.errors import ModelRefused
 from workers.model.arch import DecoderSpec, read_spec
 from workers.model.loader import load_causal_lm
-from workers.model.paged_attention import Span, StepFacts, attend, write_kv
+from workers.model.paged_attention import StepFacts, attend, write_kv
 from workers.model.progress import Progress, ignore_progress
 
 ATTENTION = "baton_paged"
@@ -23,16 +23,13 @@ _UNSERVED = ("softcap", "s_aux", "position_bias", "head_mask", "sinks")
 
 
 def load_fallback(folder: Path, dtype: torch.dtype, progress: Progress = ignore_progress) -> "TransformersModel":
-    """The model of `folder`, proven by a three-token run to use our attention once per layer.
+    """The model of `folder` over our attention; `runner/probe.py` proves that it works.
 
     Raises `ModelRefused` by name for what cannot be served and `ModelDamaged` for broken files.
     """
     spec = read_spec(folder)
     _register()
-    model = TransformersModel(load_causal_lm(folder, dtype, ATTENTION, progress), spec)
-    progress("warming up", 0.0)
-    model.probe()
-    return model
+    return TransformersModel(load_causal_lm(folder, dtype, ATTENTION, progress), spec)
 
 
 class TransformersModel:
@@ -40,6 +37,7 @@ class TransformersModel:
 
     def __init__(self, model: Any, spec: DecoderSpec) -> None:
         self.spec = spec
+        self.dtype: torch.dtype = model.dtype
         self._model = model
 
     @torch.inference_mode()
@@ -50,29 +48,6 @@ class TransformersModel:
         )
         logits_RV: Tensor = out.logits[0].float()
         return logits_RV
-
-    def probe(self) -> None:
-        """Run three tokens and raise `ModelRefused` unless each layer asked our attention exactly once, in order."""
-        spec, device = self.spec, self._model.device
-        seen: list[int] = []
-        facts = StepFacts(
-            data=torch.zeros((spec.num_layers, 1, 2, spec.num_kv_heads, 4, spec.head_dim), device=device),
-            block_of_T=torch.zeros(3, dtype=torch.int64, device=device),
-            slot_of_T=torch.arange(3, device=device),
-            gathered_rows=torch.arange(2 * spec.num_kv_heads, device=device),
-            spans=(Span(0, 3, 0, 0, 1),),
-            on_layer=seen.append,
-        )
-        try:
-            self.forward(torch.zeros_like(facts.block_of_T), facts.slot_of_T, facts.slot_of_T[2:], facts)
-        except (TypeError, RuntimeError, AttributeError, IndexError) as error:
-            raise ModelRefused(
-                f"{spec.architecture} does not run over a paged cache: {type(error).__name__}: {error}"
-            ) from error
-        if seen != list(range(spec.num_layers)):
-            raise ModelRefused(
-                f"{spec.architecture} does not call attention once per layer: layers {seen} of {spec.num_layers}"
-            )
 
 
 def _register() -> None:

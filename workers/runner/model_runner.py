@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -12,23 +12,12 @@ from workers.engine.plan import RunResult, StepPlan
 from workers.model.arch import DecoderSpec
 from workers.model.fallback import load_fallback
 from workers.model.loader import fingerprint_weights
-from workers.model.paged_attention import StepFacts
 from workers.model.progress import Progress, ignore_progress
 from workers.runner.batch import Batch, make_batch
 from workers.runner.kv_cache import TORCH_DTYPES, PagedKVCache
+from workers.runner.probe import Model, prove_model
 from workers.sampling.explain import explain_draw
 from workers.sampling.sampler import sample
-
-
-class Model(Protocol):
-    """What computes logits; `model/fallback.py` is one."""
-
-    spec: DecoderSpec
-
-    def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:
-        """Logits `[R, vocab]` float32 of the asked rows, K and V of all tokens written, `facts.on_layer` called per
-        layer."""
-        ...
 
 
 class ModelRunner:
@@ -79,6 +68,8 @@ def load_runner(
     Raises `ModelRefused` and `ModelDamaged` as `load_fallback`. Takes 2-4 s for 135M parameters, most of it imports.
     """
     model = load_fallback(folder, TORCH_DTYPES[dtype], progress)
+    progress("warming up", 0.0)
+    prove_model(model)
     spec = model.spec
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_tokens, layout_dtype)
     return ModelRunner(model, PagedKVCache(layout, num_blocks))

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.oracle import expect
 from tests.support.replay import Replayed, replay
-from tests.support.tiny_models import EXTRAS, save_tiny
+from tests.support.tiny_models import KINDS, save_tiny
 from workers.engine.config import EngineConfig
 from workers.runner.model_runner import load_runner
 
@@ -15,7 +15,7 @@ LENGTHS = (1, 2, 7, 16, 17, 40, 61, 90)
 NEW_TOKENS = 16
 
 
-@pytest.fixture(scope="module", params=sorted(EXTRAS))
+@pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """(folder, prompts, what transformers answers); the oracle asserts its margins."""
     torch.set_num_threads(1)

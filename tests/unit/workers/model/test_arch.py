@@ -85,6 +85,7 @@ def test_the_description_is_json() -> None:
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"kv_lora_rank": 512}, "latents"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"architectures": ["MambaForCausalLM"], "num_attention_heads": None}, "MambaForCausalLM.*num_attention_heads"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ],
 )
@@ -99,6 +100,17 @@ def test_broken_configs_are_damaged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ModelDamaged, match="no JSON object"):
         read_spec(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(ModelDamaged, match="num_attention_heads"):
-        read_spec(tmp_path)
+
+
+def test_older_names_of_the_same_facts() -> None:
+    old = {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "n_ctx": 1024,
+        "vocab_size": 50257,
+    }
+    spec = make_spec(old)
+    assert (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.max_positions) == (12, 12, 64, 1024)
+    assert (spec.intermediate_size, spec.rope) == (3072, None)
