@@ -7,7 +7,7 @@ before an object exists; anything else is `FrameInvalid`.
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 import msgpack
 
@@ -44,8 +44,8 @@ def _check_scalar(kind: type, bounds: tuple[object, ...]) -> Check:
             raise FrameInvalid(f"expected {kind.__name__}, got {type(value).__name__}")
         if between is not None and not between.low <= value <= between.high:  # type: ignore[operator]  # int or float here
             raise FrameInvalid(f"{kind.__name__} outside [{between.low}, {between.high}]")
-        if size is not None and not size.low <= len(value) <= size.high:  # type: ignore[arg-type]  # str or bytes here
-            raise FrameInvalid(f"{kind.__name__} of length {len(value)} outside [{size.low}, {size.high}]")  # type: ignore[arg-type]
+        if size is not None and not size.low <= (length := len(typing.cast(Sized, value))) <= size.high:
+            raise FrameInvalid(f"{kind.__name__} of length {length} outside [{size.low}, {size.high}]")
         return value
 
     return check
