@@ -1,5 +1,8 @@
 """The paged KV cache of one rank. Knows its shape and device; which block belongs to whom is the block pool's."""
 
+import math
+
+import numpy as np
 import torch
 
 from kv_transfer.layout import KVLayout
@@ -14,5 +17,13 @@ class PagedKVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
-        # Zeros cost nothing until touched, and a block never written holds no NaN that a mask would not hide.
-        self.data = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+        # A block never written holds no NaN that a mask would not hide.
+        self.data = _zeros(shape, TORCH_DTYPES[layout.dtype], torch.device(device))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that cost memory when first written: numpy takes them from calloc, torch writes every page (measured)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
