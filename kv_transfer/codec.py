@@ -44,7 +44,7 @@ def _check_scalar(kind: type, bounds: tuple[object, ...]) -> Check:
             raise FrameInvalid(f"expected {kind.__name__}, got {type(value).__name__}")
         if between is not None and not between.low <= value <= between.high:  # type: ignore[operator]  # int or float here
             raise FrameInvalid(f"{kind.__name__} outside [{between.low}, {between.high}]")
-        if size is not None and not size.low <= (length := len(typing.cast(Sized, value))) <= size.high:
+        if size is not None and not size.low <= (length := len(typing.cast("Sized", value))) <= size.high:
             raise FrameInvalid(f"{kind.__name__} of length {length} outside [{size.low}, {size.high}]")
         return value
 
