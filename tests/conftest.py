@@ -6,7 +6,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run acceptance lines whole (make accept-main), not their slices")
+    parser.addoption(
+        "--full", action="store_true", help="run acceptance lines whole (make accept-main), not their slices"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +20,7 @@ def is_full(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, converted once into the user's cache; fetched when absent."""
-    from cluster.config import find_config
-    from cluster.config import ModelConfig
+    from cluster.config import ModelConfig, find_config
     from cluster.env import cache_dir
     from cluster.model_store import ensure_model
     from cluster.yaml_source import load_yaml

@@ -61,7 +61,9 @@ class FrontDoor:
         await self.router.start()
         self._serving = asyncio.create_task(self._server.serve())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -92,7 +94,9 @@ class FrontDoor:
             workers = self.status()["workers"]
             num_prefill = sum(w["pool"] == "prefill" for w in workers)
             lanes = [len(w.get("open_lanes", ())) for w in workers if w["pool"] == "decode"]
-            return len([w for w in workers if w.get("state") == "ready"]) == num_workers and all(n == num_prefill for n in lanes)
+            return len([w for w in workers if w.get("state") == "ready"]) == num_workers and all(
+                n == num_prefill for n in lanes
+            )
 
         wait_until(is_ready, f"{num_workers} workers are ready", timeout_s)
 
@@ -101,13 +105,20 @@ class FrontDoor:
 
         def is_idle() -> bool:
             status = self.status()
-            used = [w["blocks_in_use"] + w["blocks_quarantined"] + w["running"] + w["waiting"] for w in status["workers"]]
+            used = [
+                w["blocks_in_use"] + w["blocks_quarantined"] + w["running"] + w["waiting"] for w in status["workers"]
+            ]
             return status["open_streams"] == 0 and not any(used)
 
         wait_until(is_idle, lambda: f"everything is back at zero: {self.status()}", timeout_s)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, stagger_s: float = 0.0, explain: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        stagger_s: float = 0.0,
+        explain: bool = False,
     ) -> list[Generated]:
         """Every prompt's tokens; all at once, each submitted `stagger_s` after the one before."""
         return self.run(self._generate_all(prompts, sampling, stagger_s, explain))
@@ -144,4 +155,4 @@ def wait_until(
     while not is_true():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}")
-        time.sleep(period_s)
+        threading.Event().wait(period_s)

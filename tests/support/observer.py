@@ -1,4 +1,6 @@
-"""Watches one worker over its front link, as an ingress that asks for nothing: the worker's own word, whoever else has died."""
+"""Watches one worker over its front link, as an ingress that asks for nothing: the worker's own word, whoever else has
+died.
+"""
 
 import asyncio
 import secrets

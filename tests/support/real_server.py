@@ -59,7 +59,9 @@ class RealServer(ServeProcess):
         wait_for("every block is back", is_idle, 15.0)
 
     def ingress_pid(self) -> int:
-        (found,) = [p for p in self.processes() if any("ServeReplica" in part and "ingress" in part for part in p.cmdline())]
+        (found,) = [
+            p for p in self.processes() if any("ServeReplica" in part and "ingress" in part for part in p.cmdline())
+        ]
         return int(found.pid)
 
     def wait_worker_idle(self, pid: int, timeout_s: float) -> float:

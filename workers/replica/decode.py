@@ -71,7 +71,7 @@ class DecodeRole:
         self._config, self._engine, self._receiver, self.desk = config, engine, receiver, desk
         self._sittings: dict[StreamKey, Sitting] = {}
         self._quarantined_since: dict[int, float] = {}
-        self._last_step_us = 0
+        self._last_decode_us = 0
         self.itl_us = 0.0
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -215,9 +215,8 @@ class DecodeRole:
     def stepped(self, result: StepResult) -> None:
         """Passes tokens on, ends finished streams, and measures the time between steps."""
         now = now_us()
-        if result.outputs and self._last_step_us:
-            gap = now - self._last_step_us
-            self.itl_us += ITL_WEIGHT * (gap - self.itl_us) if self.itl_us else gap
+        if result.num_decodes:
+            self._note_decode_step(now)
         for key, facts in result.explains:
             if key in self._sittings and len(self._sittings[key].facts) < 8:
                 self._sittings[key].facts.append(facts)
@@ -229,9 +228,14 @@ class DecodeRole:
                 sitting.num_steps += 1
         for finished in result.finished:
             self._end(finished.key, End(*finished.key, finished.count, finished.reason, self._timings(finished.key)))
-        self._last_step_us = now if self._engine.has_work else 0
         if not self._engine.has_work:
-            self.itl_us = 0.0
+            self._last_decode_us, self.itl_us = 0, 0.0
+
+    def _note_decode_step(self, now: int) -> None:
+        if self._last_decode_us:
+            gap = now - self._last_decode_us
+            self.itl_us += ITL_WEIGHT * (gap - self.itl_us) if self.itl_us else gap
+        self._last_decode_us = now
 
     def _end(self, key: StreamKey, end: End) -> None:
         sitting = self._sittings.pop(key, None)

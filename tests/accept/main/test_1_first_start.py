@@ -1,4 +1,6 @@
-"""Line 1: `make serve`, as a new user types it. The first start in a fresh clone with an empty cache is part of the full run."""
+"""Line 1: `make serve`, as a new user types it. The first start in a fresh clone with an empty cache is part of the
+full run.
+"""
 
 import contextlib
 import os
@@ -50,7 +52,11 @@ def is_healthy(url: str) -> bool:
 def ask(url: str) -> str:
     body = '{"model":"smollm2-135m","stream":true,"messages":[{"role":"user","content":"Why is the sky blue?"}]}'
     done = subprocess.run(
-        ["curl", "-sSN", f"{url}/v1/chat/completions", "-d", body], capture_output=True, text=True, timeout=180, check=True
+        ["curl", "-sSN", f"{url}/v1/chat/completions", "-d", body],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
     )
     return done.stdout
 

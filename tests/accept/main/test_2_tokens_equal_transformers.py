@@ -1,4 +1,6 @@
-"""Line 2: greedy tokens equal transformers `generate` in fp32, through the disaggregated path, however they are computed."""
+"""Line 2: greedy tokens equal transformers `generate` in fp32, through the disaggregated path, however they are
+computed.
+"""
 
 from pathlib import Path
 

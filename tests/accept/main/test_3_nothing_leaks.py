@@ -51,12 +51,15 @@ def test_hanging_up_while_queued(make_house: MakeHouse, smollm2: Path) -> None:
 
 @pytest.mark.parametrize("tokens_left", [1400, 500], ids=["in prefill", "in transfer"])
 def test_hanging_up_while_prefill_computes(make_house: MakeHouse, smollm2: Path, tokens_left: int) -> None:
-    """With chunks of 64 units are on their way from the second chunk on: at 500 tokens left most KV has been shipped."""
+    """With chunks of 64 units are on their way from the second chunk on: at 500 tokens left most KV has been
+    shipped."""
     house = make_house(chunk_tokens=64)
     (prompt,) = make_prompts(smollm2, (1500,))
     stream = open_stream(house, prompt)
     wait_until(
-        lambda: 0 < house.worker("prefill")["queued_tokens"] <= tokens_left, f"{tokens_left} tokens are left to compute", 30
+        lambda: 0 < house.worker("prefill")["queued_tokens"] <= tokens_left,
+        f"{tokens_left} tokens are left to compute",
+        30,
     )
     stream.hang_up()
     started = time.monotonic()

@@ -47,7 +47,9 @@ def test_a_killed_worker_costs_at_most_its_requests(real_server: RealServer, poo
 
 
 def test_a_killed_ingress_leaves_decode_idle_within_3_s(real_server: RealServer) -> None:
-    streams = [RawStream(real_server.port, "/v1/chat/completions", chat("Count to a million.", 2000)) for _ in range(20)]
+    streams = [
+        RawStream(real_server.port, "/v1/chat/completions", chat("Count to a million.", 2000)) for _ in range(20)
+    ]
     for stream in streams:
         next(stream.events())
     wait_for("all twenty decode", lambda: real_server.worker("decode")["running"] == 20)

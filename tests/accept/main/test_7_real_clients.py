@@ -74,7 +74,9 @@ def test_openai_chat_whole_and_streamed_are_equal(client: openai.OpenAI) -> None
 def test_openai_completions_models_and_seeds(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["smollm2-135m"]
     answers = [
-        client.completions.create(model="smollm2-135m", prompt="The capital of France is", max_tokens=8, temperature=0.9, seed=7)
+        client.completions.create(
+            model="smollm2-135m", prompt="The capital of France is", max_tokens=8, temperature=0.9, seed=7
+        )
         for _ in range(2)
     ]
     assert answers[0].choices[0].text == answers[1].choices[0].text
