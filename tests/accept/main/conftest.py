@@ -1,4 +1,4 @@
-"""What the acceptance lines of the main job share: workers in processes of their own behind a front door, without Ray."""
+"""What the acceptance lines of the main job share: workers in processes of their own behind a front door, and Ray."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

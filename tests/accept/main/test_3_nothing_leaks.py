@@ -1,4 +1,4 @@
-"""Line 3: decode computes no prompt token as routine, and every block comes back, at whatever stage a client hangs up."""
+"""Line 3: decode computes no prompt token as routine, and every block comes back, whenever a client hangs up."""
 
 import random
 import threading

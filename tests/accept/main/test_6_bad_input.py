@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, Callable[[], bytes], int, str | None]] = {
     "no object": (CHAT, lambda: b"[1, 2]", 400, None),
     "unknown model": (CHAT, lambda: chat(model="gpt-4"), 404, "model"),
     "no model": (CHAT, lambda: json.dumps({"messages": [USER]}).encode(), 400, "model"),
-    "prompt over the context": (CHAT, lambda: chat(messages=[{"role": "user", "content": "word " * 20_000}]), 400, "messages"),
+    "prompt over the context": (CHAT, lambda: chat(messages=[{**USER, "content": "word " * 20_000}]), 400, "messages"),
     "max_tokens 0": (CHAT, lambda: chat(max_tokens=0), 400, "max_tokens"),
     "max_tokens negative": (CHAT, lambda: chat(max_tokens=-5), 400, "max_tokens"),
     "max_tokens huge": (CHAT, lambda: chat(max_tokens=10**9), 400, "max_tokens"),

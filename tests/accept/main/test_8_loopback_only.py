@@ -1,6 +1,7 @@
 """Line 8: every listener of the whole process tree, Ray's included, is on loopback. (The endings are tests/ray.)"""
 
 import ipaddress
+import socket
 
 import psutil
 import pytest
@@ -11,11 +12,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 
 def test_every_listener_is_on_loopback(real_server: RealServer) -> None:
-    listeners = []
-    for process in real_server.processes():
-        for connection in process.net_connections("inet"):
-            if connection.status == psutil.CONN_LISTEN or (connection.type == 2 and not connection.raddr):
-                listeners.append((process.pid, process.name(), connection.laddr.ip, connection.laddr.port))
+    listeners = [
+        (process.pid, process.name(), connection.laddr.ip, connection.laddr.port)
+        for process in real_server.processes()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN or (connection.type == socket.SOCK_DGRAM and not connection.raddr)
+    ]
     assert len(listeners) >= 5, "the test looked at the wrong processes"
     assert real_server.port in {port for _, _, _, port in listeners}
     strangers = [entry for entry in listeners if not is_loopback(entry[2])]
