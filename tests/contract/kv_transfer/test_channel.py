@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -35,6 +37,7 @@ from kv_transfer.messages import (
     KVIdentity,
     LaneHello,
     SessionHello,
+    Unit,
 )
 from kv_transfer.staging import gather_unit
 from kv_transfer.transports.base import Transport
@@ -300,3 +303,81 @@ def test_a_second_session_of_the_same_process_replaces_the_first():
         await channel.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("breaker", ["sender", "receiver"])
+def test_links_that_break_are_replaced_and_leave_nothing_behind(name: str, breaker: str):
+    def num_fds() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def num_threads() -> int:
+        return sum(thread.name.startswith("kv-") for thread in threading.enumerate())
+
+    async def scenario() -> None:
+        channel = make_channel(name)
+        await channel.open()
+        fds, threads = num_fds(), num_threads()
+        for round_number in range(10):
+            links = channel.sender._links if breaker == "sender" else channel.receiver._links
+            (link,) = links.values()
+            link.end("broken by the test")
+            await until(lambda count=round_number + 2: len(of(channel.received, SourceUp)) == count)
+            await until(lambda count=round_number + 2: len(of(channel.sent, PeerUp)) == count)
+        channel.receiver.expect(KEY, 1, TARGET_BLOCKS, TOKENS, 0)
+        channel.sender.begin(KEY, 2, SOURCE_BLOCKS, TOKENS, 0)
+        push_all(channel.sender)
+        channel.sender.finish(KEY, b"")
+        await until(lambda: bool(of(channel.received, Arrived)))
+        assert is_equal(channel)
+        await until(lambda: num_threads() == threads)
+        await until(lambda: num_fds() <= fds)
+        await channel.close()
+
+    asyncio.run(scenario())
+
+
+def test_every_listener_is_on_the_given_host(name: str):
+    async def scenario() -> None:
+        channel = make_channel(name)
+        await channel.open()
+        listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        assert listening
+        assert set(listening) == {HOST}
+        await channel.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_prefill_worker_that_lies_about_its_units_loses_its_link_or_its_transfer():
+    def unit(channel: Channel, **changes: int) -> Unit:
+        (receiving,) = channel.receiver._receivings.values()
+        fields = {"index": 0, "first_token": 0, "num_tokens": 7, "first_layer": 0, "num_layers": 4} | changes
+        num_bytes = changes.get("num_bytes", OTHER_BLOCKS.unit_bytes(fields["num_tokens"], fields["num_layers"]))
+        return Unit(*KEY, receiving.grant.generation, **(fields | {"num_bytes": num_bytes}))
+
+    async def scenario(changes: dict[str, int], reason: str) -> None:
+        channel = make_channel("loopback")
+        await channel.open()
+        channel.receiver.expect(KEY, 1, TARGET_BLOCKS, TOKENS, 0)
+        channel.sender.begin(KEY, 2, SOURCE_BLOCKS, TOKENS, 0)
+        await until(lambda: bool(of(channel.sent, Granted)))
+        (link,) = channel.sender._links.values()
+        lie = unit(channel, **changes)
+        link.send_lane(lie)
+        assert link.lane is not None
+        assert link.lane._pair is not None
+        link.lane._pair.send(torch.zeros(lie.num_bytes, dtype=torch.uint8))
+        await until(lambda: bool(of(channel.received, TransferFailed)))
+        assert [e.reason for e in of(channel.received, TransferFailed)] == [reason]
+        assert channel.receiver.revoke(KEY, "over") == ()
+        assert float(channel.target.abs().sum()) == 0, "nothing of it was written"
+        await channel.close()
+
+    for changes, reason in (
+        ({"num_bytes": 8}, "peer_lost"),
+        ({"first_token": 24}, "unit_range"),
+        ({"first_layer": 1}, "unit_range"),
+        ({"first_token": 3}, "unit_coverage"),
+        ({"index": 1}, "unit_order"),
+    ):
+        asyncio.run(scenario(changes, reason))
