@@ -93,7 +93,7 @@ class Link:
         self._lane_ended = asyncio.Event()
         self._ended: asyncio.Future[str] = self._loop.create_future()
 
-    # --- any thread ---
+    # --- any thread -------------------------------------------------------------------------------------------------
 
     def send(self, message: SessionMessage) -> None:
         """Queues a message; frames leave in the order of the calls. An ended link swallows it."""
@@ -120,7 +120,7 @@ class Link:
         except RuntimeError:
             pass  # the loop has closed: the process is ending and nobody is left to tell
 
-    # --- the loop ---
+    # --- the loop ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> str:
         """Serves the link until it ends; returns why. Afterwards both connections and the lane are closed.

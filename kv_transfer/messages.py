@@ -40,7 +40,7 @@ class TransferKey(NamedTuple):
         return f"{self.stream.hex()[:8]}#{self.attempt}"
 
 
-# --- identities, proven in the handshake ------------------------------------------------------------------------------
+# --- identities, proven in the handshake ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class LaneHello:
 IDENTITY_CODEC = Codec(KVIdentity, SessionHello, LaneHello, max_frame_bytes=8 << 10, max_array=64)
 
 
-# --- session ----------------------------------------------------------------------------------------------------------
+# --- session --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ SESSION_CODEC = Codec(Begin, Grant, Fin, Adopted, Abort, Drained, Heartbeat, max
 SessionMessage = Begin | Grant | Fin | Adopted | Abort | Drained | Heartbeat
 
 
-# --- lane -------------------------------------------------------------------------------------------------------------
+# --- lane -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ LANE_CODEC = Codec(Blob, Unit, max_frame_bytes=8 << 10, max_array=16)
 LaneMessage = Blob | Unit
 
 
-# --- packed lists -----------------------------------------------------------------------------------------------------
+# --- packed lists ---------------------------------------------------------------------------------------------------
 
 
 def pack_u32(values: Sequence[int]) -> bytes:

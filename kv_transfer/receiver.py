@@ -96,7 +96,7 @@ class KVReceiver:
         self._receivings: dict[TransferKey, _Receiving] = {}
         self._last_generation = 0
 
-    # --- lifetime ---
+    # --- lifetime ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Ready to dial; call it on the event loop that will carry the sessions."""
@@ -121,7 +121,7 @@ class KVReceiver:
         with self._lock:
             return frozenset(incarnation for incarnation, link in self._links.items() if link.is_open)
 
-    # --- transfers (engine thread) ---
+    # --- transfers (engine thread) ----------------------------------------------------------------------------------
 
     def expect(
         self, key: tuple[bytes, int], source: int, blocks: Sequence[int], num_tokens: int, skip_tokens: int
@@ -154,7 +154,7 @@ class KVReceiver:
             assert not events, "a revoke reports nothing"
             return receiving.grant.open_blocks
 
-    # --- the state machine's hands (under the lock) ---
+    # --- the state machine's hands (under the lock) -----------------------------------------------------------------
 
     def _perform(self, receiving: _Receiving, actions: Sequence[GrantAction]) -> list[ReceiverEvent]:
         grant, link, events = receiving.grant, receiving.link, list[ReceiverEvent]()
@@ -181,7 +181,7 @@ class KVReceiver:
         for event in events:
             self._emit(event)
 
-    # --- sources and links (event loop) ---
+    # --- sources and links (event loop) -----------------------------------------------------------------------------
 
     def _apply_sources(self, wanted: dict[int, KVSource]) -> None:
         self._wanted = wanted
@@ -200,6 +200,10 @@ class KVReceiver:
                     backoff_s = FIRST_BACKOFF_S if was_open else backoff_s
                 except TransferError as error:
                     _log.info("cannot dial prefill worker %x: %s", incarnation, error)
+                except (
+                    Exception
+                ):  # the edge of a link's task: its transfers have failed, and the source is dialled anew
+                    _log.exception("link to prefill worker %x failed", incarnation)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         finally:
@@ -281,7 +285,7 @@ class KVReceiver:
                 grant.failure = grant.failure or message.reason
                 return self._perform(receiving, grant.on(GrantEvent.PEER_ABORT))
 
-    # --- lanes ---
+    # --- lanes ------------------------------------------------------------------------------------------------------
 
     def on_unit(self, link: Link, unit: Unit) -> None:
         wanted = self._identity.layout.unit_bytes(unit.num_tokens, unit.num_layers)

@@ -101,7 +101,7 @@ class KVSender:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # --- lifetime (event loop) ---
+    # --- lifetime (event loop) --------------------------------------------------------------------------------------
 
     async def start(self, port: int = 0) -> int:
         """Listens for sessions and lanes on one port of `host`; returns it."""
@@ -123,7 +123,7 @@ class KVSender:
         with self._lock:
             return tuple(sorted(incarnation for incarnation, link in self._links.items() if link.is_open))
 
-    # --- transfers (engine thread) ---
+    # --- transfers (engine thread) ----------------------------------------------------------------------------------
 
     def begin(
         self, key: tuple[bytes, int], peer: int, blocks: Sequence[int], num_tokens: int, skip_tokens: int
@@ -195,7 +195,7 @@ class KVSender:
                 events = self._step(sending, SendEvent.ABORT)
                 assert not events, "an abort of our own reports nothing"
 
-    # --- the state machine's hands (under the lock) ---
+    # --- the state machine's hands (under the lock) -----------------------------------------------------------------
 
     def _step(self, sending: _Sending, event: SendEvent) -> list[SenderEvent]:
         events = self._perform(sending, sending.transfer.on(event))
@@ -242,7 +242,7 @@ class KVSender:
         for event in events:
             self._emit(event)
 
-    # --- sessions (event loop) ---
+    # --- sessions (event loop) --------------------------------------------------------------------------------------
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -347,7 +347,7 @@ class KVSender:
             return self._step(sending, SendEvent.PEER_ABORT)
         return self._step(sending, SendEvent.ADOPTED)
 
-    # --- lanes ---
+    # --- lanes ------------------------------------------------------------------------------------------------------
 
     def make_lane(self, link: Link, lane_id: bytes, exchange: BlobExchange) -> Lane[_QueuedUnit]:
         def open_pair() -> DataPair:

@@ -38,7 +38,7 @@ MAX_BODY_BYTES = 8 << 10
 USER_TIMEOUT_MS = 3000
 
 
-# --- keys and MACs ----------------------------------------------------------------------------------------------------
+# --- keys and MACs --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Seal:
         return payload
 
 
-# --- handshake (no I/O: a generator yields payloads to send, or None to receive one) ----------------------------------
+# --- handshake (no I/O: a generator yields payloads to send, or None to receive one) --------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def listen_steps(ring: KeyRing, body: bytes, checks: Mapping[str, Check]) -> Ste
     return Established(hello.plane, hello.body, outgoing, incoming)
 
 
-# --- asyncio connection -----------------------------------------------------------------------------------------------
+# --- asyncio connection ---------------------------------------------------------------------------------------------
 
 
 def tune_socket(sock: socket.socket) -> None:
@@ -322,7 +322,7 @@ async def dial(host: str, port: int, steps: Steps, max_frame_bytes: int) -> Conn
     return await establish(steps, reader, writer, max_frame_bytes)
 
 
-# --- blocking connection (lanes: one thread owns each direction) ------------------------------------------------------
+# --- blocking connection (lanes: one thread owns each direction) ----------------------------------------------------
 
 
 class BlockingConnection:
