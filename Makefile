@@ -20,7 +20,7 @@ model: setup  ## download and convert the model without starting anything
 	@$(BIN)/baton fetch $(CONFIG)
 
 test: model  ## run all tests
-	@$(BIN)/python -m pytest -m "not full"
+	@$(BIN)/python -m pytest
 
 lint: setup  ## ruff: rules and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -35,4 +35,4 @@ ci: lint type arch  ## everything that must hold before a merge
 	@$(BIN)/pip check && $(MAKE) --no-print-directory test
 
 accept-main: model  ## the acceptance of the main job, unbounded
-	@$(BIN)/python -m pytest -m full tests
+	@$(BIN)/python -m pytest --full tests/accept/main
