@@ -3,6 +3,7 @@
     WorkerError
     |-- ModelRefused        the model folder or GGUF file holds something that this worker cannot serve
     |-- ModelDamaged        a file of the model is missing, cut short or has unexpected shapes
+    |-- BackendUnavailable  a backend of the op set cannot run here
     `-- StepFailed          a forward pass raised or produced numbers that are no numbers
 
 Concurrency: exceptions carry text only and may cross threads and processes.
@@ -23,3 +24,7 @@ class ModelDamaged(WorkerError):
 
 class StepFailed(WorkerError):
     """One engine step could not be computed; nothing of it may be emitted."""
+
+
+class BackendUnavailable(WorkerError):
+    """A backend of the op set cannot run in this process; the message says why."""
