@@ -35,4 +35,4 @@ ci: lint type arch  ## everything that must hold before a merge
 	@$(BIN)/pip check && $(MAKE) --no-print-directory test
 
 accept-main: model  ## the acceptance of the main job, unbounded
-	@$(BIN)/python -m pytest --full tests/accept/main
+	@$(BIN)/python -m pytest --full tests/accept/main tests/ray

@@ -51,8 +51,8 @@ class Shipment:
     is_explained: bool
     pushed_tokens: int = 0
     computed_tokens: int = 0
-    chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(first token, tokens, start, end) of each chunk."""
+    chunks: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    """(first token, tokens, start, last layer's KV written, end) of each chunk."""
     facts: dict[str, object] = field(default_factory=dict)
     groups: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """For the step that runs now: last layer of a group -> (tokens up to, first layer, layers)."""
@@ -69,7 +69,7 @@ class PrefillRole:
         self._config, self._engine, self._sender, self._layout, self.desk = config, engine, sender, layout, desk
         self._shipments: dict[StreamKey, Shipment] = {}
         self._tokens_per_s = 0.0
-        self._step_started_us = 0
+        self._step_started_us = self._last_layer_us = 0
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +170,7 @@ class PrefillRole:
 
     def layer_done(self, plan: StepPlan, layer: int) -> None:
         """Pushes the layer groups that end with `layer`: their KV is final for every token of the step."""
+        self._last_layer_us = now_us()
         for chunk in plan.chunks:
             shipment = self._shipments.get(chunk.key)
             group = shipment.groups.get(layer) if shipment is not None else None
@@ -194,7 +195,8 @@ class PrefillRole:
         shipment.computed_tokens = chunk.first_position + len(chunk.tokens)
         if shipment.groups:
             shipment.pushed_tokens, shipment.groups = shipment.computed_tokens, {}
-        shipment.chunks.append((chunk.first_position, len(chunk.tokens), self._step_started_us, ended_us))
+        times = (self._step_started_us, self._last_layer_us, ended_us)
+        shipment.chunks.append((chunk.first_position, len(chunk.tokens), *times))
         return len(chunk.tokens)
 
     def stepped(self, result: StepResult) -> None:
@@ -235,7 +237,7 @@ class PrefillRole:
 
 def timings(shipment: Shipment, trace: SendTrace) -> PrefillTimings:
     """The figures of one adopted shipment. Pure but for the clock that dates ADOPTED."""
-    started, ended = shipment.chunks[0][2], shipment.chunks[-1][3]
+    started, ended = shipment.chunks[0][2], shipment.chunks[-1][4]
     return PrefillTimings(
         queued_us=max(0, started - shipment.accepted_us),
         compute_us=max(0, ended - started),
