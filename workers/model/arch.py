@@ -74,13 +74,18 @@ class DecoderSpec:
 def read_spec(folder: Path) -> DecoderSpec:
     """The spec of a model folder; raises `ModelDamaged` without a readable config.json, else what `make_spec`
     raises."""
+    return make_spec(read_config(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as it stands; raises `ModelDamaged` where it is not a JSON object."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelDamaged(f"{folder.name}: config.json cannot be read: {type(error).__name__}") from None
     if not isinstance(config, dict):
         raise ModelDamaged(f"{folder.name}: config.json is no JSON object")
-    return make_spec(config)
+    return config
 
 
 def make_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -108,7 +113,7 @@ def make_spec(config: Mapping[str, Any]) -> DecoderSpec:
         vocab_size=found["vocab_size"],
         max_positions=found["max_position_embeddings"],
         norm_eps=found.get("rms_norm_eps", found.get("layer_norm_eps", found.get("layer_norm_epsilon"))),
-        rope=_make_rope(found, head_dim),
+        rope=make_rope(found, head_dim),
     )
 
 
@@ -122,7 +127,7 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
         if config.get(key):
             raise ModelRefused(f"{architectures[0]} has {key}={config[key]!r}: {why}, which Baton does not serve yet")
     unknown = sorted(set(config.get("layer_types") or ()) - _SERVED_LAYERS)
-    rope = _make_rope(config, 1)
+    rope = make_rope(config, 1)
     if rope is not None and rope.kind in _BATCH_BOUND_ROPES:
         raise ModelRefused(
             f"{architectures[0]} has rope {rope.kind!r}, whose angles depend on the longest request of a batch"
@@ -133,21 +138,24 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
         )
 
 
-def _make_rope(config: Mapping[str, Any], head_dim: int) -> Rope | None:
-    """transformers 5 writes `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+def make_rope(config: Mapping[str, Any], head_dim: int, kind: str = "full_attention") -> Rope | None:
+    """The rope of layers of `kind`, None where the config gives no theta.
+
+    transformers 5 writes `rope_parameters`; older files have `rope_theta` and `rope_scaling`.
+    """
     found = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    found = found.get("full_attention", found)  # some families have one rope per kind of layer
+    found = found.get(kind, found)  # some families have one rope per kind of layer
     theta = found.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         return None
-    kind = str(found.get("rope_type", found.get("type", "default")))
+    rule = str(found.get("rope_type", found.get("type", "default")))
     share = float(found.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0))
     numbers = {
         key: float(value)
         for key, value in sorted(found.items())
         if isinstance(value, int | float) and key != "rope_theta"
     }
-    return Rope(float(theta), int(head_dim * share), kind, numbers)
+    return Rope(float(theta), int(head_dim * share), rule, numbers)
 
 
 def plan_frequencies(rope: Rope) -> tuple[float, ...] | None:

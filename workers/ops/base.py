@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from workers.ops.weights import Activation, AttentionLayer, DecoderWeights, DenseMLP, Packed, RoutedMLP, Weight
@@ -69,6 +70,7 @@ class Ops(Protocol):
     """One backend. Inputs are never changed except where said; results are fresh."""
 
     name: str
+    device: torch.device
     key_is_dim_major: bool
     """K lies in a block as [D][S] instead of [S][D] (V never does); the shape of the cache tensor does not tell."""
 
@@ -90,8 +92,8 @@ class Ops(Protocol):
         """`[T, N]`: x times the transposed weight, plus bias.
 
         With an Int8, Q8 or Q4 weight x is rounded first: per row and group of 32, with m = max |x| and everything in
-        float32, scale = m / 127 and q = round_half_even(x * (127 / m)), zeros where m is 0. Backends agree on q exactly
-        for equal x; the order of float sums is theirs.
+        float32, scale = m / 127 and q = round_half_even(x * (127 / m)), zeros where m < 1e-30. Backends agree on q
+        exactly for equal x; the order of float sums is theirs.
         """
         ...
 

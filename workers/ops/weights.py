@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-GROUP = 32
-"""Inputs that share a scale; K of every grouped weight is a multiple of it."""
+from workers.quantization.int8 import GROUP as GROUP
 
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamp"]
 

@@ -1,0 +1,251 @@
+"""A model folder to a decoder in memory: weights fused, quantized where asked, packed for the backend, one at a time.
+
+Knows the names of checkpoints. Peak memory is the packed model and one fused matrix.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from workers.model.arch import DecoderSpec, Rope, make_spec, read_config
+from workers.model.checkpoint import Checkpoint
+from workers.model.decoder import Decoder
+from workers.model.families import DecoderPlan, Experts, LayerPlan, plan_decoder
+from workers.model.gguf_grids import GGUFGrids, open_grids
+from workers.model.progress import Progress, ignore_progress
+from workers.model.rope import make_rope_table
+from workers.ops.base import Ops
+from workers.ops.weights import (
+    GROUP,
+    AttentionLayer,
+    DecoderLayer,
+    DecoderWeights,
+    DenseMLP,
+    DenseWeight,
+    Int8Weight,
+    Packed,
+    Q4Weight,
+    Q8Weight,
+    RopeTable,
+    RoutedMLP,
+    Weight,
+)
+from workers.quantization import int4, int8
+
+WeightMode = Literal["fp32", "bf16", "int8", "q4"]
+"""fp32: exact. bf16: half the memory, float32 sums. int8: weights per row. q4: groups of 32, head of 8 bits per 32.
+int8 and q4 round activations to 8 bits per 32."""
+
+Parts = list[tuple[str, int]]
+"""(tensor, rows) of a fused matrix."""
+
+_EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp.gate", "mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj")),
+}
+"""Of the router, of an expert, and of its gate, up and down."""
+
+
+def load_decoder(
+    folder: Path, mode: WeightMode, ops: Ops, progress: Progress = ignore_progress, max_positions: int | None = None
+) -> Decoder:
+    """The decoder of `folder`, ready to run on the backend `ops`.
+
+    `max_positions` bounds the context (default: what the model was made for). In mode q4 the grids of the GGUF file
+    that the folder was converted from are taken as they are. Raises `ModelRefused` where `families.py` does not know
+    the model, `ModelDamaged` where its files do not fit their config.
+    """
+    config = read_config(folder)
+    spec, plan = make_spec(config), plan_decoder(config)
+    grids = open_grids(folder, config) if mode == "q4" else None
+    source = _Source(Checkpoint(folder, progress), grids, mode, ops)
+    weights = _Builder(source, spec, plan, max_positions or spec.max_positions).build()
+    progress("loading weights", 1.0)
+    return Decoder(ops, weights, spec, torch.float32 if mode == "fp32" else torch.bfloat16)
+
+
+def quantize(dense_NK: Tensor, mode: WeightMode, is_head: bool = False) -> Weight:
+    """The weight in the grid of `mode`; bfloat16 where groups of 32 do not fit K."""
+    if mode == "fp32":
+        return DenseWeight(dense_NK.float())
+    if mode == "bf16" or dense_NK.shape[1] % GROUP:
+        return DenseWeight(dense_NK.to(torch.bfloat16))
+    if mode == "int8":
+        return Int8Weight(*int8.quantize_rows(dense_NK))
+    if is_head:
+        return Q8Weight(*int8.quantize_groups(dense_NK))
+    return Q4Weight(*int4.quantize_groups(dense_NK))
+
+
+class _Source:
+    """Matrices of a checkpoint in the grid of a mode, packed."""
+
+    def __init__(self, checkpoint: Checkpoint, grids: GGUFGrids | None, mode: WeightMode, ops: Ops) -> None:
+        self.checkpoint = checkpoint
+        self.ops = ops
+        self.mode: WeightMode = mode
+        self._grids = grids
+
+    def matrix(self, parts: Parts, width: int, is_head: bool = False) -> Packed:
+        """The parts under each other; `[sum of rows, width]`."""
+        if self._grids is not None:
+            read = self._grids.read_q8 if is_head else self._grids.read_q4
+            weight: Weight | None = read(parts, width)
+            if weight is not None:
+                return self.ops.pack(weight)
+        stored = torch.bfloat16 if self.mode == "bf16" else torch.float32
+        return self.pack(self.checkpoint.read_rows(parts, width, stored), is_head)
+
+    def pack(self, dense_NK: Tensor, is_head: bool = False) -> Packed:
+        return self.ops.pack(quantize(dense_NK, self.mode, is_head))
+
+    def dense(self, tensor: str, rows: int, width: int) -> Packed:
+        """Never quantized: float32, or bfloat16 for an embedding of a smaller mode."""
+        stored = torch.float32 if self.mode == "fp32" or "embed" not in tensor else torch.bfloat16
+        return self.ops.pack(DenseWeight(self.checkpoint.read_rows([(tensor, rows)], width, stored)))
+
+
+class _Builder:
+    """Walks a plan and asks the source for what it names."""
+
+    def __init__(self, source: _Source, spec: DecoderSpec, plan: DecoderPlan, max_positions: int) -> None:
+        self._source = source
+        self._checkpoint = source.checkpoint
+        self._spec = spec
+        self._plan = plan
+        self._max_positions = max_positions
+        self._ropes: dict[str, RopeTable] = {}
+
+    def build(self) -> DecoderWeights:
+        spec, plan, vocab = self._spec, self._plan, self._spec.vocab_size
+        name = "model.embed_tokens.weight" if plan.tied else "lm_head.weight"
+        head = self._source.matrix([(name, vocab)], spec.hidden_size, is_head=True)
+        return DecoderWeights(
+            embedding=head if plan.tied else self._source.dense("model.embed_tokens.weight", vocab, spec.hidden_size),
+            embedding_scale=plan.embedding_scale,
+            layers=tuple(self._layer(index, layer) for index, layer in enumerate(plan.layers)),
+            norm_M=self._norm("model.norm"),
+            norm_eps=plan.norm_eps,
+            head=head,
+            softcap=plan.softcap,
+        )
+
+    def _layer(self, index: int, layer: LayerPlan) -> DecoderLayer:
+        spec, plan, name = self._spec, self._plan, f"model.layers.{index}"
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        attention = f"{name}.self_attn"
+        qkv = [(f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)]
+        out = [(f"{attention}.o_proj", spec.hidden_size)]
+        mlp_norm = "pre_feedforward_layernorm" if plan.has_after_norms else "post_attention_layernorm"
+        return DecoderLayer(
+            attention=self._attention(attention, layer),
+            attention_norm_M=self._norm(f"{name}.input_layernorm"),
+            qkv=self._source.matrix(_weights(qkv), spec.hidden_size),
+            qkv_bias_N=self._vectors(_biases(qkv)) if plan.has_qkv_bias else None,
+            out=self._source.matrix(_weights(out), q),
+            out_bias_M=self._vectors(_biases(out)) if plan.has_out_bias else None,
+            after_attention_norm_M=self._norm(f"{name}.post_attention_layernorm") if plan.has_after_norms else None,
+            mlp_norm_M=self._norm(f"{name}.{mlp_norm}"),
+            mlp=self._experts(name, layer.experts) if layer.experts else self._mlp(f"{name}.mlp"),
+            after_mlp_norm_M=self._norm(f"{name}.post_feedforward_layernorm") if plan.has_after_norms else None,
+        )
+
+    def _attention(self, name: str, layer: LayerPlan) -> AttentionLayer:
+        spec, plan = self._spec, self._plan
+        return AttentionLayer(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=plan.attention_scale,
+            rope=self._rope(layer.rope),
+            window=layer.window,
+            q_norm_D=self._norm(f"{name}.q_norm", spec.head_dim) if plan.has_qk_norm else None,
+            k_norm_D=self._norm(f"{name}.k_norm", spec.head_dim) if plan.has_qk_norm else None,
+            norm_eps=plan.norm_eps,
+            sinks_H=self._vectors([(f"{name}.sinks", spec.num_heads)]) if plan.has_sinks else None,
+        )
+
+    def _mlp(self, name: str) -> DenseMLP:
+        spec = self._spec
+        gate_up = [(f"{name}.gate_proj", spec.intermediate_size), (f"{name}.up_proj", spec.intermediate_size)]
+        down = [(f"{name}.down_proj", spec.hidden_size)]
+        has_bias = self._plan.has_mlp_bias
+        return DenseMLP(
+            gate_up=self._source.matrix(_weights(gate_up), spec.hidden_size),
+            down=self._source.matrix(_weights(down), spec.intermediate_size),
+            activation=self._plan.activation,
+            gate_up_bias_N=self._vectors(_biases(gate_up)) if has_bias else None,
+            down_bias_M=self._vectors(_biases(down)) if has_bias else None,
+        )
+
+    def _experts(self, name: str, experts: Experts) -> RoutedMLP:
+        router, router_bias = self._router(name, experts)
+        make = self._fused_expert if experts.layout == "gpt_oss" else self._named_expert
+        return RoutedMLP(
+            router=router,
+            router_bias_E=router_bias,
+            top_k=experts.top_k,
+            renormalize=experts.renormalize,
+            experts=tuple(make(name, experts, number) for number in range(experts.num_experts)),
+        )
+
+    def _router(self, name: str, experts: Experts) -> tuple[Packed, Tensor | None]:
+        if experts.layout == "gpt_oss":
+            router = f"{name}.mlp.router"
+            bias = self._vectors([(f"{router}.bias", experts.num_experts)])
+        else:
+            router, bias = f"{name}.{_EXPERT_NAMES[experts.layout][0]}", None
+        return self._source.dense(f"{router}.weight", experts.num_experts, self._spec.hidden_size), bias
+
+    def _named_expert(self, name: str, experts: Experts, number: int) -> DenseMLP:
+        _, prefix, (gate, up, down) = _EXPERT_NAMES[experts.layout]
+        each, size, width = f"{name}.{prefix.format(number)}", experts.intermediate_size, self._spec.hidden_size
+        return DenseMLP(
+            gate_up=self._source.matrix(_weights([(each + gate, size), (each + up, size)]), width),
+            down=self._source.matrix(_weights([(each + down, width)]), size),
+            activation=self._plan.activation,
+        )
+
+    def _fused_expert(self, name: str, experts: Experts, number: int) -> DenseMLP:
+        """gpt-oss: all experts in one tensor, transposed, the rows of gate and up alternating."""
+        base, size, width = f"{name}.mlp.experts", experts.intermediate_size, self._spec.hidden_size
+        count, read = experts.num_experts, self._checkpoint.read
+        gate_up_KN = read(f"{base}.gate_up_proj", (count, width, 2 * size))[number]
+        gate_up_bias_N = read(f"{base}.gate_up_proj_bias", (count, 2 * size))[number].float()
+        down_KN = read(f"{base}.down_proj", (count, size, width))[number]
+        down_bias_M = read(f"{base}.down_proj_bias", (count, width))[number].float()
+        return DenseMLP(
+            gate_up=self._source.pack(torch.cat((gate_up_KN[:, ::2].T, gate_up_KN[:, 1::2].T))),
+            down=self._source.pack(down_KN.T.contiguous()),
+            activation=self._plan.activation,
+            gate_up_bias_N=self._place(torch.cat((gate_up_bias_N[::2], gate_up_bias_N[1::2]))),
+            down_bias_M=self._place(down_bias_M),
+        )
+
+    def _norm(self, name: str, size: int | None = None) -> Tensor:
+        weight = self._checkpoint.read(f"{name}.weight", (size or self._spec.hidden_size,))
+        return self._place(weight.float() + self._plan.norm_offset)
+
+    def _vectors(self, parts: Parts) -> Tensor:
+        """One after the other, float32."""
+        return self._place(torch.cat([self._checkpoint.read(tensor, (size,)).float() for tensor, size in parts]))
+
+    def _place(self, vector: Tensor) -> Tensor:
+        return vector.to(self._source.ops.device)
+
+    def _rope(self, rope: Rope) -> RopeTable:
+        """Layers of equal rope share a table."""
+        key = repr(rope)
+        if key not in self._ropes:
+            self._ropes[key] = make_rope_table(rope, self._max_positions, self._source.ops.device)
+        return self._ropes[key]
+
+
+def _weights(parts: Parts) -> Parts:
+    return [(f"{name}.weight", rows) for name, rows in parts]
+
+
+def _biases(parts: Parts) -> Parts:
+    return [(f"{name}.bias", rows) for name, rows in parts]

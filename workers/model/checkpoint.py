@@ -1,0 +1,62 @@
+"""The tensors of a model folder by name: each read once, shape checked, straight into the place that it is for.
+
+Knows safetensors. Knows no model.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from workers.errors import ModelDamaged
+from workers.model.loader import check_weights, list_weights
+from workers.model.progress import Progress, ignore_progress
+
+
+class Checkpoint:
+    """Open for the time of a load; files are mapped, so a tensor costs memory only where it is copied to.
+
+    Raises `ModelRefused` without safetensors, `ModelDamaged` for a file cut short.
+    """
+
+    def __init__(self, folder: Path, progress: Progress = ignore_progress) -> None:
+        check_weights(folder)
+        self._name = folder.name
+        self._progress = progress
+        self._file_of: dict[str, Any] = {}
+        for path in list_weights(folder):
+            file: Any = safe_open(path, framework="pt")
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+        self._num_read = 0
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._file_of
+
+    def read(self, tensor: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in its stored dtype; raises `ModelDamaged` where it is missing or of another shape."""
+        if tensor not in self._file_of:
+            raise ModelDamaged(f"{self._name}: tensor {tensor} is missing")
+        try:
+            found: Tensor = self._file_of[tensor].get_tensor(tensor)
+        except (SafetensorError, OSError) as error:
+            raise ModelDamaged(f"{self._name}: tensor {tensor} cannot be read: {error}") from None
+        if tuple(found.shape) != shape:
+            raise ModelDamaged(f"{self._name}: tensor {tensor} is {list(found.shape)}, config.json says {list(shape)}")
+        if not found.is_floating_point():
+            raise ModelDamaged(f"{self._name}: tensor {tensor} holds {found.dtype}, not floating point numbers")
+        self._num_read += 1
+        self._progress("loading weights", min(1.0, self._num_read / len(self._file_of)))
+        return found
+
+    def read_rows(self, parts: Iterable[tuple[str, int]], width: int, dtype: torch.dtype) -> Tensor:
+        """Matrices of (tensor, rows) under each other, `[sum of rows, width]` in `dtype`."""
+        parts = list(parts)
+        whole = torch.empty((sum(rows for _, rows in parts), width), dtype=dtype)
+        start = 0
+        for tensor, rows in parts:
+            whole[start : start + rows].copy_(self.read(tensor, (rows, width)))
+            start += rows
+        return whole

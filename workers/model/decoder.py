@@ -1,0 +1,75 @@
+"""The compact decoder: every family of `families.py` over the op set, one flat batch per step.
+
+Read this to see a model run. It knows which op follows which; what an op does is the backend's, how a family differs is
+in the weights that `build.py` made. Shapes as in `workers/ops/base.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from workers.model.arch import DecoderSpec
+from workers.model.paged_attention import StepFacts
+from workers.ops.base import Ops, Span, StepTables
+from workers.ops.weights import DecoderLayer, DecoderWeights, DenseMLP
+
+
+class Decoder:
+    """A causal language model over a paged cache. One thread at a time. Implements `runner/probe.py`'s `Model`."""
+
+    def __init__(self, ops: Ops, weights: DecoderWeights, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        """How exact its numbers are: float32, or bfloat16 where weights or activations are rounded to fewer bits."""
+        self.weights = weights
+        self._ops = ops
+        self._step = ops.make_step(weights)
+
+    @torch.inference_mode()
+    def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:
+        """Logits `[R, V]` float32 of the batch rows in `rows_R`; K and V of every token are written on the way, and
+        `facts.on_layer` is called once each layer's are.
+        """
+        tables = make_tables(positions_T, facts)
+        if self._step is not None:
+            return self._step.run(ids_T, rows_R, tables, facts.data, facts.on_layer)
+        ops, weights, eps = self._ops, self.weights, self.weights.norm_eps
+        x_TM = ops.embed(ids_T, weights.embedding, weights.embedding_scale)
+        delta_TM: Tensor | None = None  # what the last block adds to x; the next norm adds it
+        for index, layer in enumerate(weights.layers):
+            normed_TM = ops.norm(x_TM, layer.attention_norm_M, eps, delta_TM)
+            delta_TM = self._attention(normed_TM, layer, index, tables, facts)
+            normed_TM = ops.norm(x_TM, layer.mlp_norm_M, eps, delta_TM)
+            delta_TM = self._mlp(normed_TM, layer)
+        assert delta_TM is not None, "a model has layers"
+        normed_RM = ops.norm(x_TM[rows_R], weights.norm_M, eps, delta_TM[rows_R])
+        return ops.head(normed_RM, weights.head, weights.softcap)
+
+    def _attention(self, x_TM: Tensor, layer: DecoderLayer, index: int, tables: StepTables, facts: StepFacts) -> Tensor:
+        ops, cache_B2JSD = self._ops, facts.data[index]
+        qkv_TN = ops.linear(x_TM, layer.qkv, layer.qkv_bias_N)
+        q_THD = ops.rotate_and_store(qkv_TN, layer.attention, tables, cache_B2JSD)
+        facts.on_layer(index)
+        attended_TK = ops.attend(q_THD, layer.attention, tables, cache_B2JSD)
+        return self._after(ops.linear(attended_TK, layer.out, layer.out_bias_M), layer.after_attention_norm_M)
+
+    def _mlp(self, x_TM: Tensor, layer: DecoderLayer) -> Tensor:
+        mlp = layer.mlp
+        y_TM = self._ops.dense_mlp(x_TM, mlp) if isinstance(mlp, DenseMLP) else self._ops.experts(x_TM, mlp)
+        return self._after(y_TM, layer.after_mlp_norm_M)
+
+    def _after(self, y_TM: Tensor, norm_M: Tensor | None) -> Tensor:
+        return y_TM if norm_M is None else self._ops.norm(y_TM, norm_M, self.weights.norm_eps)
+
+
+def make_tables(positions_T: Tensor, facts: StepFacts) -> StepTables:
+    """The op set's view of a step.
+
+    `gathered_rows` starts each span with the rows of K of head 0, block by block: row = block * 2 * num_kv_heads.
+    """
+    rows_per_block = 2 * facts.data.shape[3]
+    spans, parts, entries = [], [], 0
+    for span in facts.spans:
+        spans.append(Span(span.first_row, span.num_tokens, span.first_position, entries, span.num_blocks))
+        parts.append(facts.gathered_rows[span.first_gathered : span.first_gathered + span.num_blocks])
+        entries += span.num_blocks
+    return StepTables(positions_T, facts.block_of_T, facts.slot_of_T, torch.cat(parts) // rows_per_block, tuple(spans))
