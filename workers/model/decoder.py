@@ -4,13 +4,15 @@ Read this to see a model run. It knows which op follows which; what an op does i
 in the weights that `build.py` made. Shapes as in `workers/ops/base.py`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from workers.model.arch import DecoderSpec
 from workers.model.paged_attention import StepFacts
 from workers.ops.base import Ops, Span, StepTables
-from workers.ops.weights import DecoderLayer, DecoderWeights, DenseMLP
+from workers.ops.weights import DecoderWeights, DenseMLP
 
 
 class Decoder:
@@ -32,33 +34,39 @@ class Decoder:
         tables = make_tables(positions_T, facts)
         if self._step is not None:
             return self._step.run(ids_T, rows_R, tables, facts.data, facts.on_layer)
-        ops, weights, eps = self._ops, self.weights, self.weights.norm_eps
-        x_TM = ops.embed(ids_T, weights.embedding, weights.embedding_scale)
-        delta_TM: Tensor | None = None  # what the last block adds to x; the next norm adds it
-        for index, layer in enumerate(weights.layers):
-            normed_TM = ops.norm(x_TM, layer.attention_norm_M, eps, delta_TM)
-            delta_TM = self._attention(normed_TM, layer, index, tables, facts)
-            normed_TM = ops.norm(x_TM, layer.mlp_norm_M, eps, delta_TM)
-            delta_TM = self._mlp(normed_TM, layer)
-        assert delta_TM is not None, "a model has layers"
-        normed_RM = ops.norm(x_TM[rows_R], weights.norm_M, eps, delta_TM[rows_R])
-        return ops.head(normed_RM, weights.head, weights.softcap)
+        return run_layers(self._ops, self.weights, ids_T, rows_R, tables, facts.data, facts.on_layer)
 
-    def _attention(self, x_TM: Tensor, layer: DecoderLayer, index: int, tables: StepTables, facts: StepFacts) -> Tensor:
-        ops, cache_B2JSD = self._ops, facts.data[index]
-        qkv_TN = ops.linear(x_TM, layer.qkv, layer.qkv_bias_N)
-        q_THD = ops.rotate_and_store(qkv_TN, layer.attention, tables, cache_B2JSD)
-        facts.on_layer(index)
-        attended_TK = ops.attend(q_THD, layer.attention, tables, cache_B2JSD)
-        return self._after(ops.linear(attended_TK, layer.out, layer.out_bias_M), layer.after_attention_norm_M)
 
-    def _mlp(self, x_TM: Tensor, layer: DecoderLayer) -> Tensor:
+def run_layers(
+    ops: Ops,
+    weights: DecoderWeights,
+    ids_T: Tensor,
+    rows_R: Tensor,
+    tables: StepTables,
+    data: Tensor,
+    on_layer: Callable[[int], None],
+) -> Tensor:
+    """The forward pass op by op; arguments and result as of `Step.run`."""
+    eps = weights.norm_eps
+    x_TM = ops.embed(ids_T, weights.embedding, weights.embedding_scale)
+    delta_TM: Tensor | None = None  # what the last block adds to x; the next norm adds it
+    for index, layer in enumerate(weights.layers):
+        normed_TM = ops.norm(x_TM, layer.attention_norm_M, eps, delta_TM)
+        qkv_TN = ops.linear(normed_TM, layer.qkv, layer.qkv_bias_N)
+        q_THD = ops.rotate_and_store(qkv_TN, layer.attention, tables, data[index])
+        on_layer(index)
+        attended_TK = ops.attend(q_THD, layer.attention, tables, data[index])
+        delta_TM = ops.linear(attended_TK, layer.out, layer.out_bias_M)
+        if layer.after_attention_norm_M is not None:
+            delta_TM = ops.norm(delta_TM, layer.after_attention_norm_M, eps)
+        normed_TM = ops.norm(x_TM, layer.mlp_norm_M, eps, delta_TM)
         mlp = layer.mlp
-        y_TM = self._ops.dense_mlp(x_TM, mlp) if isinstance(mlp, DenseMLP) else self._ops.experts(x_TM, mlp)
-        return self._after(y_TM, layer.after_mlp_norm_M)
-
-    def _after(self, y_TM: Tensor, norm_M: Tensor | None) -> Tensor:
-        return y_TM if norm_M is None else self._ops.norm(y_TM, norm_M, self.weights.norm_eps)
+        delta_TM = ops.dense_mlp(normed_TM, mlp) if isinstance(mlp, DenseMLP) else ops.experts(normed_TM, mlp)
+        if layer.after_mlp_norm_M is not None:
+            delta_TM = ops.norm(delta_TM, layer.after_mlp_norm_M, eps)
+    assert delta_TM is not None, "a model has layers"
+    normed_RM = ops.norm(x_TM[rows_R], weights.norm_M, eps, delta_TM[rows_R])
+    return ops.head(normed_RM, weights.head, weights.softcap)
 
 
 def make_tables(positions_T: Tensor, facts: StepFacts) -> StepTables:

@@ -48,7 +48,7 @@ def round_inputs(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 def group(x_NK: Tensor) -> Tensor:
     """`[N, K / 32, 32]`."""
-    return x_NK.reshape(x_NK.shape[0], -1, GROUP)
+    return x_NK.reshape(x_NK.shape[0], x_NK.shape[1] // GROUP, GROUP)
 
 
 def _divisor(scale: Tensor) -> Tensor:
