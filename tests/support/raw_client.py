@@ -11,7 +11,7 @@ class RawStream:
 
     def __init__(self, port: int, path: str, body: dict[str, Any], timeout_s: float = 120.0) -> None:
         payload = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
         self._sock = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
         self._sock.sendall(head.encode() + f"Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
         self._buffer = b""

@@ -15,7 +15,7 @@ from tests.support.real_server import RealServer
 from tests.support.serve_process import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
-LONG = "Tell me a very long story about the sea. " * 120
+LONG = "Tell me a very long story about the sea. " * 60
 
 
 def chat(prompt: str, max_tokens: int) -> dict[str, Any]:
