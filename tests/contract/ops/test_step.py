@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.ops_cases import (
+    EXACT_GRIDS,
     assert_close,
     from_backend,
     make_step,
@@ -83,9 +84,8 @@ def test_step(
     exact = exact.double() if dtype == torch.float32 else exact
     reference = make_model(oracle, grid, heads, kv_heads, head_dim)
     expected_RV = run_layers(oracle, reference, ids_T, rows_R, tables, exact, lambda layer: None)
-    assert_close(
-        found_RV, expected_RV, {"fp32": 1e-5, "bf16": 1e-5}.get(grid, 3e-2) if dtype == torch.float32 else 3e-2
-    )
+    is_exact = dtype == torch.float32 and grid in EXACT_GRIDS
+    assert_close(found_RV, expected_RV, 1e-5 if is_exact else 3e-2)
     assert run(ids_T, rows_R[:0], tables, data.clone(), lambda layer: None).shape == (0, VOCAB)
 
 
