@@ -1,0 +1,285 @@
+// Rows times a packed matrix, over the vectors F and I of the level that includes this.
+//
+// A tile is R rows by one block of 16 outputs (dense: C blocks). Each output is one chain of sums over K in order,
+// the same in a tile of any size: R and C, and with them batch and threads, change no bit.
+
+#define NOINLINE __attribute__((noinline))
+
+constexpr int64_t Q4_BLOCK_BYTES = 320;     // a group of 16 outputs: 256 bytes of halves, float16 scale and min
+constexpr int64_t PANEL_BYTES = 640;        // the same unpacked: 512 bytes, float scale and min
+constexpr int64_t BYTES_PER_GROUP = 512;
+constexpr int64_t PREFETCH_BYTES = 2560;
+constexpr int64_t DENSE_CHAIN = 256;        // inputs summed in registers before they are added to the output
+
+// --- grouped: integers within a group of 32 inputs, floats across groups ----------------------------------------------
+
+template <int64_t N>
+INLINE void prefetch_ahead(const uint8_t *p) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < N; i += 64) prefetch(p + PREFETCH_BYTES + i);
+}
+
+INLINE F add_q4(F total, I product, F scale, F low, const Activations &in, int64_t at) {
+    total = fma(to_float(product), mul(scale, splat(in.scale[at])), total);
+    return fma(low, splat(in.scaled_sum[at]), total);
+}
+
+// What a tile needs of a kind of weight: `group(g)` once for its rows, `add` for each row, `finish` at the end.
+struct Q4Direct {
+    const uint8_t *p;
+
+    struct Group {
+        decltype(load_nibbles(nullptr)) bytes;
+        F scale, low;
+    };
+    Q4Direct(const Matrix &m, int64_t block, const uint8_t *) : p(m.data + block * m.block_bytes) {}
+    INLINE_METHOD Group group(int64_t g) const {
+        const uint8_t *at = p + g * Q4_BLOCK_BYTES;
+        prefetch_ahead<Q4_BLOCK_BYTES>(at);
+        return {load_nibbles(at), load_f16(at + 256), load_f16(at + 288)};
+    }
+    static INLINE_METHOD F add(const Group &g, const int8_t *q, const Activations &in, int64_t at, F total) {
+        return add_q4(total, dot_unsigned(g.bytes, q), g.scale, g.low, in, at);
+    }
+    static INLINE_METHOD F finish(F total, const LinearJob &, int64_t) { return total; }
+};
+
+struct Q4Unpacked {
+    const uint8_t *p;
+
+    struct Group {
+        Panel bytes;
+        F scale, low;
+    };
+    Q4Unpacked(const Matrix &, int64_t, const uint8_t *panel) : p(panel) {}
+    INLINE_METHOD Group group(int64_t g) const {
+        const uint8_t *at = p + g * PANEL_BYTES;
+        return {load_panel(at), load((const float *)(at + 512)), load((const float *)(at + 576))};
+    }
+    static INLINE_METHOD F add(const Group &g, const int8_t *q, const Activations &in, int64_t at, F total) {
+        return add_q4(total, dot_unsigned(g.bytes, q), g.scale, g.low, in, at);
+    }
+    static INLINE_METHOD F finish(F total, const LinearJob &, int64_t) { return total; }
+};
+
+struct Q8 {
+    const uint8_t *p, *scales;
+
+    struct Group {
+        Bytes bytes;
+        F scale;
+    };
+    Q8(const Matrix &m, int64_t block, const uint8_t *)
+        : p(m.data + block * m.block_bytes), scales(p + num_groups(m.k) * BYTES_PER_GROUP) {}
+    INLINE_METHOD Group group(int64_t g) const {
+        prefetch_ahead<BYTES_PER_GROUP>(p + g * BYTES_PER_GROUP);
+        return {load_bytes(p + g * BYTES_PER_GROUP), load_f16(scales + g * 2 * LANES)};
+    }
+    static INLINE_METHOD F add(const Group &g, const int8_t *q, const Activations &in, int64_t at, F total) {
+        return fma(to_float(dot_signed(g.bytes, q, in.offset[at])), mul(g.scale, splat(in.scale[at])), total);
+    }
+    static INLINE_METHOD F finish(F total, const LinearJob &, int64_t) { return total; }
+};
+
+struct Int8 {
+    const uint8_t *p;
+
+    struct Group {
+        Bytes bytes;
+    };
+    Int8(const Matrix &m, int64_t block, const uint8_t *) : p(m.data + block * m.block_bytes) {}
+    INLINE_METHOD Group group(int64_t g) const {
+        prefetch_ahead<BYTES_PER_GROUP>(p + g * BYTES_PER_GROUP);
+        return {load_bytes(p + g * BYTES_PER_GROUP)};
+    }
+    static INLINE_METHOD F add(const Group &g, const int8_t *q, const Activations &in, int64_t at, F total) {
+        return fma(to_float(dot_signed(g.bytes, q, in.offset[at])), splat(in.scale[at]), total);
+    }
+    static INLINE_METHOD F finish(F total, const LinearJob &job, int64_t block) {
+        return mul(total, load(job.weight->scale + block * LANES));
+    }
+};
+
+INLINE int lanes_of(const Matrix &m, int64_t block) {
+    const int64_t left = m.n - block * LANES;
+    return left < LANES ? (int)left : LANES;
+}
+
+INLINE void write_block(const LinearJob &job, int64_t row, int64_t block, F total) {
+    const int n = lanes_of(*job.weight, block);
+    if (job.bias) total = add(total, load_some(job.bias + block * LANES, n));
+    store_some(job.out + row * job.weight->n + block * LANES, total, n);
+}
+
+template <class W, int R>
+NOINLINE void grouped_tile(const W weight, const LinearJob &job, int64_t row, int64_t block) {
+    const Activations in = job.in;
+    const int64_t groups = num_groups(in.k);
+    const int8_t *q = in.q + row * in.k;
+    F total[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[r] = splat(0.0f);
+    for (int64_t g = 0; g < groups; g++) {
+        const typename W::Group group = weight.group(g);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+            total[r] = W::add(group, q + r * in.k + g * GROUP, in, (row + r) * groups + g, total[r]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) write_block(job, row + r, block, W::finish(total[r], job, block));
+}
+
+template <class W, int R>
+INLINE void grouped_rest(const W &weight, const LinearJob &job, int64_t row, int64_t block, int64_t left) {
+    if (left == R) grouped_tile<W, R>(weight, job, row, block);
+    if constexpr (R > 1) {
+        if (left < R) grouped_rest<W, R - 1>(weight, job, row, block, left);
+    }
+}
+
+template <class W>
+void grouped_block(const LinearJob &job, Range rows, int64_t block, const uint8_t *panel) {
+    const W weight(*job.weight, block, panel);
+    int64_t row = rows.low;
+    for (; row + GROUPED_ROWS <= rows.high; row += GROUPED_ROWS) grouped_tile<W, GROUPED_ROWS>(weight, job, row, block);
+    grouped_rest<W, GROUPED_ROWS - 1>(weight, job, row, block, rows.high - row);
+}
+
+void unpack_panel(const Matrix &m, int64_t block, uint8_t *panel) {
+    const uint8_t *p = m.data + block * m.block_bytes;
+    for (int64_t g = 0; g < num_groups(m.k); g++, p += Q4_BLOCK_BYTES, panel += PANEL_BYTES) {
+        prefetch_ahead<Q4_BLOCK_BYTES>(p);
+        store_bytes(panel, load_nibbles(p));
+        store((float *)(panel + 512), load_f16(p + 256));
+        store((float *)(panel + 576), load_f16(p + 288));
+    }
+}
+
+void linear_q4(const LinearJob &job, Range rows, int64_t block, uint8_t *scratch) {
+    if (rows.high - rows.low <= DIRECT_ROWS) {
+        grouped_block<Q4Direct>(job, rows, block, nullptr);
+        return;
+    }
+    unpack_panel(*job.weight, block, scratch);
+    grouped_block<Q4Unpacked>(job, rows, block, scratch);
+}
+
+// --- dense: float32 or bfloat16 weights, float32 products and sums ----------------------------------------------------
+
+template <class T, int R, int C>
+NOINLINE void dense_tile(const LinearJob &job, int64_t row, int64_t block, Range inputs) {
+    const int64_t k = job.in.k, stride = job.weight->block_bytes / (int64_t)sizeof(T);
+    const T *w = (const T *)job.weight->data + block * stride;
+    const float *x = job.in.x + row * k;
+    F total[R][C];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) total[r][c] = splat(0.0f);
+    for (int64_t i = inputs.low; i < inputs.high; i++) {
+        F columns[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) columns[c] = load(w + c * stride + i * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const F input = splat(x[r * k + i]);
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) total[r][c] = fma(input, columns[c], total[r][c]);
+        }
+    }
+    const int64_t n = job.weight->n;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            float *out = job.out + (row + r) * n + (block + c) * LANES;
+            const int lanes = lanes_of(*job.weight, block + c);
+            if (inputs.low) total[r][c] = add(load_some(out, lanes), total[r][c]);
+            if (job.bias && inputs.high == k)
+                total[r][c] = add(total[r][c], load_some(job.bias + (block + c) * LANES, lanes));
+            store_some(out, total[r][c], lanes);
+        }
+}
+
+template <class T, int R, int C>
+INLINE void dense_rest(const LinearJob &job, int64_t row, int64_t block, Range inputs, int64_t left) {
+    if (left == R) dense_tile<T, R, C>(job, row, block, inputs);
+    if constexpr (R > 1) {
+        if (left < R) dense_rest<T, R - 1, C>(job, row, block, inputs, left);
+    }
+}
+
+template <class T, int C>
+void dense_blocks(const LinearJob &job, Range rows, int64_t block) {
+    const int64_t k = job.in.k;
+    for (int64_t from = 0; from < k; from += DENSE_CHAIN) {
+        const Range inputs = {from, from + DENSE_CHAIN < k ? from + DENSE_CHAIN : k};
+        int64_t row = rows.low;
+        for (; row + DENSE_ROWS <= rows.high; row += DENSE_ROWS) dense_tile<T, DENSE_ROWS, C>(job, row, block, inputs);
+        dense_rest<T, DENSE_ROWS - 1, C>(job, row, block, inputs, rows.high - row);
+    }
+}
+
+template <class T>
+void linear_dense(const LinearJob &job, Range rows, Range blocks) {
+    int64_t block = blocks.low;
+    for (; block + DENSE_BLOCKS <= blocks.high; block += DENSE_BLOCKS) dense_blocks<T, DENSE_BLOCKS>(job, rows, block);
+    for (; block < blocks.high; block++) dense_blocks<T, 1>(job, rows, block);
+}
+
+void linear(const LinearJob &job, Range rows, Range blocks, uint8_t *scratch) {
+    switch (job.weight->kind) {
+        case BATON_FP32: return linear_dense<float>(job, rows, blocks);
+        case BATON_BF16: return linear_dense<uint16_t>(job, rows, blocks);
+    }
+    for (int64_t block = blocks.low; block < blocks.high; block++) {
+        switch (job.weight->kind) {
+            case BATON_INT8: grouped_block<Int8>(job, rows, block, nullptr); break;
+            case BATON_Q8: grouped_block<Q8>(job, rows, block, nullptr); break;
+            default: linear_q4(job, rows, block, scratch);
+        }
+    }
+}
+
+// --- one row of a matrix, for embeddings ------------------------------------------------------------------------------
+
+INLINE float lane_of(F v, int lane) {
+    float lanes[LANES];
+    store(lanes, v);
+    return lanes[lane];
+}
+
+template <class T>
+void unpack_dense(const Matrix &m, int64_t row, float *out) {
+    const T *w = (const T *)(m.data + row / LANES * m.block_bytes) + row % LANES;
+    for (int64_t k = 0; k < m.k; k++) {
+        T lanes[LANES] = {w[k * LANES]};
+        out[k] = lane_of(load(lanes), 0);
+    }
+}
+
+void unpack_grouped(const Matrix &m, int64_t row, float *out) {
+    const int lane = (int)(row % LANES);
+    const uint8_t *block = m.data + row / LANES * m.block_bytes;
+    const int64_t groups = num_groups(m.k);
+    for (int64_t g = 0; g < groups; g++) {
+        const bool is_q4 = m.kind == BATON_Q4;
+        const uint8_t *p = block + g * (is_q4 ? Q4_BLOCK_BYTES : BYTES_PER_GROUP);
+        const uint8_t *scales = is_q4 ? p + 256 : block + groups * BYTES_PER_GROUP + g * 2 * LANES;
+        const float scale = m.kind == BATON_INT8 ? m.scale[row] : lane_of(load_f16(scales), lane);
+        const float low = is_q4 ? lane_of(load_f16(p + 288), lane) : 0.0f;
+        for (int k = 0; k < GROUP; k++) {
+            const int at = group_index(k, lane);
+            int q = is_q4 ? (at < 256 ? p[at] & 15 : p[at - 256] >> 4) : (int8_t)(p[at] - Q8_BIAS);
+            out[g * GROUP + k] = is_q4 ? scale * (float)q + low : scale * (float)q;
+        }
+    }
+}
+
+void unpack_row(const Matrix &m, int64_t row, float *out) {
+    switch (m.kind) {
+        case BATON_FP32: return unpack_dense<float>(m, row, out);
+        case BATON_BF16: return unpack_dense<uint16_t>(m, row, out);
+        default: unpack_grouped(m, row, out);
+    }
+}
