@@ -11,10 +11,17 @@ from torch import Tensor
 
 from workers.model.build import quantize
 from workers.ops.base import Ops, Span, StepTables
-from workers.ops.reference import ReferenceOps
-from workers.ops.weights import AttentionLayer, RopeTable, Weight
+from workers.ops.native import NativeOps
+from workers.ops.reference import ReferenceOps, dequantize
+from workers.ops.weights import AttentionLayer, Q4Weight, RopeTable, Weight
 
-BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps}
+BACKENDS: dict[str, Callable[[], Ops]] = {
+    "reference": ReferenceOps,
+    "native-avx512": lambda: NativeOps(2, "avx512"),
+    "native-avx2": lambda: NativeOps(2, "avx2"),
+    "native-portable": lambda: NativeOps(1, "portable"),
+    "native-token-major": lambda: NativeOps(1, key_is_dim_major=False),
+}
 GRIDS = ("fp32", "bf16", "int8", "q4", "q8")
 EXACT_GRIDS = ("fp32", "bf16")
 
@@ -28,6 +35,15 @@ def random_weight(grid: str, rows: int, width: int, seed: int = 0) -> Weight:
     if grid == "q8":
         return quantize(dense_NK, "q4", is_head=True)
     return quantize(dense_NK, grid)  # type: ignore[arg-type]
+
+
+def magnitudes(weight: Weight) -> Tensor:
+    """`[N, K]` float64: the size of the numbers that a product adds up; a Q4 weight is a difference of larger ones."""
+    sizes_NK = dequantize(weight, torch.float64).abs()
+    if isinstance(weight, Q4Weight):
+        low_NK = weight.min_NG.double().repeat_interleave(32, dim=1)
+        sizes_NK = (dequantize(weight, torch.float64) - low_NK).abs() + low_NK.abs()
+    return sizes_NK
 
 
 def random_rope(pairs: int, positions: int) -> RopeTable:
@@ -88,7 +104,7 @@ def from_backend(ops: Ops, cache: Tensor) -> Tensor:
     copy = cache.cpu().clone()
     if ops.key_is_dim_major:
         blocks, _, heads, tokens, dim = copy.shape
-        copy[:, 0] = copy[:, 0].reshape(blocks, heads, dim, tokens).transpose(2, 3)
+        copy[:, 0] = copy[:, 0].clone().reshape(blocks, heads, dim, tokens).transpose(2, 3)
     return copy
 
 

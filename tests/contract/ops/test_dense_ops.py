@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.support.ops_cases import EXACT_GRIDS, GRIDS, assert_close, random_tensor, random_weight
+from tests.support.ops_cases import EXACT_GRIDS, GRIDS, assert_close, magnitudes, random_tensor, random_weight
 from workers.ops.base import Ops
-from workers.ops.reference import ReferenceOps, dequantize
+from workers.ops.reference import ReferenceOps
 from workers.ops.weights import DenseMLP, DenseWeight, RoutedMLP
 
 SUM = 2e-6
@@ -25,7 +25,7 @@ def test_linear(ops: Ops, oracle: ReferenceOps, grid: str, rows: int, width: int
     before = x_TK.clone()
     packed = ops.pack(weight)
     assert packed.shape == (rows, width)
-    sizes_TN = x_TK.double().abs() @ dequantize(weight, torch.float64).abs().T + bias_N.abs()
+    sizes_TN = x_TK.double().abs() @ magnitudes(weight).T + bias_N.abs()
     expected_TN = oracle.linear(x_TK.double(), oracle.pack(weight))
     assert_close(ops.linear(x_TK, packed), expected_TN, SUM, sizes_TN)
     assert_close(ops.linear(x_TK, packed, bias_N), expected_TN + bias_N, SUM, sizes_TN)
@@ -35,7 +35,7 @@ def test_linear(ops: Ops, oracle: ReferenceOps, grid: str, rows: int, width: int
 def test_linear_of_many_tokens(ops: Ops, oracle: ReferenceOps) -> None:
     for grid in GRIDS:
         weight, x_TK = random_weight(grid, 40, 96), random_tensor(3001, 96)
-        sizes_TN = x_TK.double().abs() @ dequantize(weight, torch.float64).abs().T
+        sizes_TN = x_TK.double().abs() @ magnitudes(weight).T
         found_TN = ops.linear(x_TK, ops.pack(weight))
         assert_close(found_TN, oracle.linear(x_TK.double(), oracle.pack(weight)), SUM, sizes_TN)
 
@@ -52,7 +52,7 @@ def test_inputs_are_rounded_as_the_op_set_says(ops: Ops, oracle: ReferenceOps, g
     x_TK[3, 64:96] = 1e-33
     x_TK[4] *= 1e-20
     expected_TN = oracle.linear(x_TK.double(), oracle.pack(weight))
-    sizes_TN = x_TK.double().abs() @ dequantize(weight, torch.float64).abs().T + 1e-30
+    sizes_TN = x_TK.double().abs() @ magnitudes(weight).T + 1e-30
     assert_close(ops.linear(x_TK, ops.pack(weight)), expected_TN, SUM, sizes_TN)
 
 
