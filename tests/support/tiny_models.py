@@ -32,12 +32,20 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 KINDS = sorted(EXTRAS | OWN_SIZES)
 
 
-def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
-    """Write the model folder and return the transformers model, fp32."""
+def save_tiny(kind: str, folder: Path, seed: int = 0, jitter: float = 0.0, **changes: Any) -> Any:
+    """Write the model folder and return the transformers model, fp32.
+
+    `jitter` moves norms, biases and sinks off the ones and zeros that they start as, so that each of them counts.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **((OWN_SIZES.get(kind) or SIZES | EXTRAS.get(kind, {})) | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if jitter:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 or "bias" in name:
+                    parameter.add_(torch.randn_like(parameter), alpha=jitter)
     model.save_pretrained(folder)
     return model
