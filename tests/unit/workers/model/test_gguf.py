@@ -15,6 +15,8 @@ from tests.support.tiny_models import save_tiny
 from workers.errors import ModelDamaged, ModelRefused
 from workers.model.fallback import load_fallback
 from workers.model.gguf import convert_gguf, is_converted, rename_tensor, unpermute
+from workers.model.gguf_grids import GGUFGrids, open_grids
+from workers.ops.reference import dequantize as dequantize_weight
 
 PIECES = ["<|end|>", "<|start|>", "Ġ", "a", "b", "4", "5", "Ġa", "45", *[f"x{i}" for i in range(202)]]
 NAMES = {
@@ -170,3 +172,36 @@ def test_unpermute_undoes_permute() -> None:
     weight = np.arange(24 * 5, dtype=np.float32).reshape(24, 5)
     assert np.array_equal(unpermute(permute(weight, 3), 3), weight)
     assert not np.array_equal(permute(weight, 3), weight)
+
+
+def test_grids_are_read_as_they_lie_in_the_file(gguf_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert_gguf(gguf_file, out)
+    config = json.loads((out / "config.json").read_text())
+    assert open_grids(out, config) is None, "the file does not lie beside the weights"
+    gguf_file.rename(out / gguf_file.name)
+    grids = open_grids(out, config)
+    converted = load_file(out / "model.safetensors")
+    gate_up = [(f"model.layers.1.mlp.{name}_proj.weight", 128) for name in ("gate", "up")]
+    weight = grids.read_q4(gate_up, 96)
+    assert torch.equal(dequantize_weight(weight), torch.cat([converted[name] for name, _ in gate_up]))
+    assert grids.read_q4(gate_up, 128) is None
+    assert grids.read_q4([("model.layers.1.self_attn.o_proj.weight", 96)], 96) is None, "it is float32"
+    assert grids.read_q8(gate_up, 96) is None
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 5000])
+def test_grids_of_a_file_cut_short_are_damaged(gguf_file: Path, tmp_path: Path, keep: int) -> None:
+    gguf_file.write_bytes(gguf_file.read_bytes()[:keep])
+    with pytest.raises(ModelDamaged):
+        GGUFGrids(gguf_file, {"num_attention_heads": 6})
+
+
+def test_a_grid_beyond_the_end_is_damaged(gguf_file: Path, tmp_path: Path) -> None:
+    convert_gguf(gguf_file, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    gguf_file.write_bytes(gguf_file.read_bytes()[:-90_000])
+    grids = GGUFGrids(gguf_file, config)
+    assert grids.read_q4([("model.layers.0.mlp.down_proj.weight", 96)], 128) is not None
+    with pytest.raises(ModelDamaged, match="ends within"):
+        grids.read_q4([("model.layers.2.mlp.down_proj.weight", 96)], 128)
