@@ -12,36 +12,30 @@ verifies, then one token after the other. Prompt tokens are computed here only f
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kv_transfer.channel import KVReceiver
 from kv_transfer.errors import FrameInvalid
 from kv_transfer.events import Arrived, BlocksProven, ReceiverEvent, ReceiveTrace, TransferFailed
 from kv_transfer.messages import TransferKey
 from workers.engine.engine import Engine, StepResult
-from workers.engine.request import Request
+from workers.engine.request import Reason, Request
 from workers.protocol import (
-    Abort,
     BusyReason,
     DecodeTimings,
     End,
-    FailReason,
     Generate,
     Prefill,
     StreamKey,
-    unpack_tokens,
 )
 from workers.replica.config import ReplicaConfig
 from workers.replica.desk import Desk
 from workers.replica.handoff import HANDOFF_CODEC, HandOff
-from workers.replica.prefill import now_us
+from workers.replica.role import Role, now_us
 from workers.replica.streams import Attempt
 
 KEEP_FREE_SHARE = 0.02
 ITL_WEIGHT = 0.1
 QUARANTINE_LIMIT_S = 30.0
-
-PromptReason = Literal["routine", "local", "resume", "preempt", "fallback"]
 
 
 @dataclass(slots=True)
@@ -64,11 +58,12 @@ class Sitting:
     facts: list[dict[str, object]] = field(default_factory=list)
 
 
-class DecodeRole:
+class DecodeRole(Role):
     """`receiver` is None on colocated workers: every GENERATE is then local."""
 
     def __init__(self, config: ReplicaConfig, engine: Engine, receiver: KVReceiver | None, desk: Desk) -> None:
-        self._config, self._engine, self._receiver, self.desk = config, engine, receiver, desk
+        super().__init__(config, engine, desk)
+        self._receiver = receiver
         self._sittings: dict[StreamKey, Sitting] = {}
         self._quarantined_since: dict[int, float] = {}
         self._last_decode_us = 0
@@ -78,84 +73,38 @@ class DecodeRole:
 
     def generate(self, ingress: int, message: Generate) -> None:
         """Reserves blocks and accepts the stream, or answers BUSY."""
-        if not self.desk.arrives(ingress, message):
-            return
-        key = StreamKey(message.stream, message.attempt)
-        self._supersede(key)
-        known = unpack_tokens(message.prompt) + unpack_tokens(message.emitted)
-        num_emitted = len(message.emitted) // 4
         is_remote = message.local == "none"
-        request = Request(
-            key=key, known=known, num_prompt=len(known) - num_emitted, num_emitted=num_emitted,
-            sampling=message.sampling, hold_after_prompt=False, reason=self._prompt_reason(message),
-            explain=message.explain, arrival=self.desk.clock(),
-        )  # fmt: skip
-        if not self._reserve(ingress, message, request, is_remote):
+        reason: Reason = "routine" if self._receiver is None or message.local == "none" else message.local
+        request = self._admit(ingress, message, reason=reason, hold=False)
+        if request is None:
             return
+        key, num_tokens = request.key, len(request.known)
         self._sittings[key] = Sitting(
-            key, len(known), num_emitted, now_us(), message.explain, is_remote, is_awaiting=is_remote
+            key, num_tokens, request.num_emitted, now_us(), message.explain, is_remote, is_awaiting=is_remote
         )
         if is_remote:
             assert self._receiver is not None
-            self._receiver.expect(TransferKey(*key), message.source, request.blocks, len(known), 0)
+            self._receiver.expect(TransferKey(*key), message.source, request.blocks, num_tokens, 0)
         else:
             self._engine.start(key)
 
-    def _reserve(self, ingress: int, message: Generate, request: Request, is_remote: bool) -> bool:
-        """Answers ACCEPT (True), BUSY, or FAILED(invalid) for what this engine can never serve."""
-        reason = self.desk.hindrance(message) or self._refusal(message, is_remote)
-        try:
-            if reason is None and not self._engine.reserve(request, self._blocks_for(request), self._keep_free()):
-                reason = "blocks"
-        except ValueError:
-            self.desk.reject(ingress, message)
-            return False
-        if reason is not None:
-            self.desk.refuse(ingress, message, reason)
-            return False
-        self.desk.accept(ingress, message, request.num_emitted)
-        return True
+    def _refusal(self, message: Generate | Prefill, num_tokens: int) -> BusyReason | None:
+        if isinstance(message, Generate) and message.local == "none":
+            sources = self._receiver.open_sources() if self._receiver is not None else frozenset()
+            if message.source not in sources:
+                return "no_lane"
+        return "slots" if len(self._sittings) >= self._config.max_running else None
 
-    def prefill(self, ingress: int, message: Prefill) -> None:
-        """A decode worker ships nothing; says so instead of staying silent."""
-        if self.desk.arrives(ingress, message):
-            self.desk.reject(ingress, message)
-
-    def _prompt_reason(self, message: Generate) -> PromptReason:
-        if self._receiver is None or message.local == "none":
-            return "routine"
-        return message.local
-
-    def _blocks_for(self, request: Request) -> int:
+    def _num_blocks(self, request: Request) -> int:
         """The blocks of prompt and emitted tokens, and up to headroom_blocks that the stream may still come to need."""
-        size = self._config.block_tokens
-        held = -(-len(request.known) // size)
+        blocks_for = self._engine.config.blocks_for
+        held = blocks_for(len(request.known))
         most = min(request.num_prompt + request.sampling.max_tokens, self._config.max_context_tokens)
-        return held + min(self._config.headroom_blocks, max(0, -(-most // size) - held))
+        return held + min(self._config.headroom_blocks, max(0, blocks_for(most) - held))
 
     def _keep_free(self) -> int:
         """A grant leaves 2 % of the pool free, except where nothing else holds a block."""
         return int(KEEP_FREE_SHARE * self._config.num_blocks) if self._sittings else 0
-
-    def _refusal(self, message: Generate, is_remote: bool) -> BusyReason | None:
-        if is_remote and (self._receiver is None or message.source not in self._receiver.open_sources()):
-            return "no_lane"
-        return "slots" if len(self._sittings) >= self._config.max_running else None
-
-    def _supersede(self, key: StreamKey) -> None:
-        older = self.desk.streams.older_than(key)
-        if older is not None:
-            self.drop(older)
-
-    def abort(self, message: Abort) -> None:
-        attempt = self.desk.streams.get(StreamKey(message.stream, message.attempt))
-        if attempt is not None:
-            self.drop(attempt)
-
-    def drop(self, attempt: Attempt) -> None:
-        """Stops the work of an attempt and forgets it; nothing more is said about it."""
-        self._let_go(attempt.key, "aborted")
-        self.desk.streams.remove(attempt.key)
 
     def expire(self, attempt: Attempt) -> None:
         """No token came in time."""
@@ -267,10 +216,3 @@ class DecodeRole:
         if age <= QUARANTINE_LIMIT_S:
             return None
         return f"{len(self._quarantined_since)} blocks in quarantine for {age:.0f} s, limit {QUARANTINE_LIMIT_S:.0f} s"
-
-    def fail_rest(self) -> None:
-        """At the end of a drain: everything still here fails as draining."""
-        reason: FailReason = "draining"
-        for attempt in self.desk.streams.live():
-            self._let_go(attempt.key, reason)
-            self.desk.fail(attempt.key, reason)

@@ -39,7 +39,7 @@ class Desk:
 
     def __init__(self, role: Role, stage: Stage, lifecycle: Lifecycle, clock: Callable[[], float]) -> None:
         self.role, self.lifecycle, self.clock = role, lifecycle, clock
-        self.streams = StreamTable()
+        self.streams = StreamTable(stage)
         self.dispatches: dict[int, int] = {}
         self._stage: Stage = stage
         self._order = PassingOrder()

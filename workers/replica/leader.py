@@ -161,7 +161,7 @@ class Leader:
 
     async def stop(self) -> None:
         """Ends threads, links and sessions within STOP_TIMEOUT_S each. Idempotent."""
-        if self._stopping.is_set():
+        if self._stopping.is_set() or self._io.ident is None:
             return
         self._inbox.put(self._stopping.set)
         if self._thread.ident is not None:

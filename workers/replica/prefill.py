@@ -10,7 +10,6 @@ tokens.
 """
 
 import json
-import time
 from dataclasses import dataclass, field
 
 from kv_transfer.channel import KVSender
@@ -19,21 +18,18 @@ from kv_transfer.layout import KVLayout, plan_units
 from kv_transfer.messages import TransferKey
 from workers.engine.engine import Engine, StepResult
 from workers.engine.plan import Chunk, StepPlan
-from workers.engine.request import Request
 from workers.protocol import (
-    Abort,
     BusyReason,
     Generate,
     Prefill,
     PrefillEnd,
     PrefillTimings,
     StreamKey,
-    unpack_tokens,
 )
 from workers.replica.config import ReplicaConfig
 from workers.replica.desk import Desk
 from workers.replica.handoff import HANDOFF_CODEC, HandOff
-from workers.replica.streams import Attempt
+from workers.replica.role import Role, now_us
 
 TTFT_SHARE = 0.3
 RATE_WEIGHT = 0.2
@@ -58,15 +54,12 @@ class Shipment:
     """For the step that runs now: last layer of a group -> (tokens up to, first layer, layers)."""
 
 
-def now_us() -> int:
-    return time.monotonic_ns() // 1000
-
-
-class PrefillRole:
+class PrefillRole(Role):
     """Also the engine's step observer: it learns when a layer of a step has been computed."""
 
     def __init__(self, config: ReplicaConfig, engine: Engine, sender: KVSender, layout: KVLayout, desk: Desk) -> None:
-        self._config, self._engine, self._sender, self._layout, self.desk = config, engine, sender, layout, desk
+        super().__init__(config, engine, desk)
+        self._sender, self._layout = sender, layout
         self._shipments: dict[StreamKey, Shipment] = {}
         self._tokens_per_s = 0.0
         self._step_started_us = self._last_layer_us = 0
@@ -75,49 +68,16 @@ class PrefillRole:
 
     def prefill(self, ingress: int, message: Prefill) -> None:
         """Reserves, accepts and starts a prompt, or answers BUSY."""
-        if not self.desk.arrives(ingress, message):
+        request = self._admit(ingress, message, reason="routine", hold=True)
+        if request is None:
             return
-        key = StreamKey(message.stream, message.attempt)
-        self._supersede(key)
-        known = unpack_tokens(message.prompt) + unpack_tokens(message.emitted)
-        num_emitted = len(message.emitted) // 4
-        request = Request(
-            key=key, known=known, num_prompt=len(known) - num_emitted, num_emitted=num_emitted,
-            sampling=message.sampling, hold_after_prompt=True, reason="routine",
-            explain=message.explain, arrival=self.desk.clock(),
-        )  # fmt: skip
-        if not self._reserve(ingress, message, request):
-            return
-        self._shipments[key] = Shipment(key, len(known), now_us(), message.explain, pushed_tokens=message.skip_tokens)
-        self._sender.begin(TransferKey(*key), message.decode, request.blocks, len(known), message.skip_tokens)
+        key, num_tokens = request.key, len(request.known)
+        self._shipments[key] = Shipment(key, num_tokens, now_us(), message.explain, pushed_tokens=message.skip_tokens)
+        self._sender.begin(TransferKey(*key), message.decode, request.blocks, num_tokens, message.skip_tokens)
         self._engine.start(key)
 
-    def _reserve(self, ingress: int, message: Prefill, request: Request) -> bool:
-        """Answers ACCEPT (True), BUSY, or FAILED(invalid) for what this engine can never serve."""
-        num_tokens = len(request.known)
-        reason = self.desk.hindrance(message) or self._refusal(message, num_tokens)
-        try:
-            if reason is None and not self._engine.reserve(request, self._blocks_for(num_tokens)):
-                reason = "blocks"
-        except ValueError:
-            self.desk.reject(ingress, message)
-            return False
-        if reason is not None:
-            self.desk.refuse(ingress, message, reason)
-            return False
-        self.desk.accept(ingress, message, request.num_emitted)
-        return True
-
-    def generate(self, ingress: int, message: Generate) -> None:
-        """A prefill worker generates nothing; says so instead of staying silent."""
-        if self.desk.arrives(ingress, message):
-            self.desk.reject(ingress, message)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._config.block_tokens)
-
-    def _refusal(self, message: Prefill, num_tokens: int) -> BusyReason | None:
-        if message.decode not in self._sender.open_peers():
+    def _refusal(self, message: Generate | Prefill, num_tokens: int) -> BusyReason | None:
+        if not isinstance(message, Prefill) or message.decode not in self._sender.open_peers():
             return "no_lane"
         queued = self._engine.queued_tokens
         allowed_s = TTFT_SHARE * self._config.ttft_target_ms / 1000
@@ -125,29 +85,9 @@ class PrefillRole:
             return "prefill_time"
         return None
 
-    def _supersede(self, key: StreamKey) -> None:
-        older = self.desk.streams.older_than(key)
-        if older is not None:
-            self.drop(older)
-
-    def abort(self, message: Abort) -> None:
-        attempt = self.desk.streams.get(StreamKey(message.stream, message.attempt))
-        if attempt is not None:
-            self.drop(attempt)
-
-    def drop(self, attempt: Attempt) -> None:
-        """Stops the work of an attempt and forgets it; nothing more is said about it."""
-        self._let_go(attempt.key)
-        self.desk.streams.remove(attempt.key)
-
-    def expire(self, attempt: Attempt) -> None:
-        """The attempt ran out of time before it was adopted."""
-        self._let_go(attempt.key)
-        self.desk.fail(attempt.key, "deadline")
-
-    def _let_go(self, key: StreamKey) -> None:
+    def _let_go(self, key: StreamKey, reason: str) -> None:
         if self._shipments.pop(key, None) is not None:
-            self._sender.abort(TransferKey(*key), "aborted")
+            self._sender.abort(TransferKey(*key), reason)
             self._engine.release(key)
 
     # --- the engine's step ------------------------------------------------------------------------------------------
@@ -228,23 +168,17 @@ class PrefillRole:
             self.desk.explain(key, _to_json, explain_facts(shipment, event.trace))
         self.desk.finish(key, PrefillEnd(key.stream, key.attempt, timings(shipment, event.trace)))
 
-    def fail_rest(self) -> None:
-        """At the end of a drain: everything still here fails as draining."""
-        for attempt in self.desk.streams.live():
-            self._let_go(attempt.key)
-            self.desk.fail(attempt.key, "draining")
-
 
 def timings(shipment: Shipment, trace: SendTrace) -> PrefillTimings:
     """The figures of one adopted shipment. Pure but for the clock that dates ADOPTED."""
-    started, ended = shipment.chunks[0][2], shipment.chunks[-1][4]
+    started, written, ended = shipment.chunks[0][2], shipment.chunks[-1][3], shipment.chunks[-1][4]
     return PrefillTimings(
         queued_us=max(0, started - shipment.accepted_us),
         compute_us=max(0, ended - started),
         num_chunks=len(shipment.chunks),
         num_units=len(trace.units),
         sent_bytes=sum(unit.num_bytes for unit in trace.units),
-        hidden_bytes=sum(unit.num_bytes for unit in trace.units if unit.sent_us <= ended),
+        hidden_bytes=sum(unit.num_bytes for unit in trace.units if unit.sent_us <= written),
         exposed_us=max(0, now_us() - ended),
         prompt_tokens=shipment.computed_tokens,
     )

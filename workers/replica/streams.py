@@ -10,7 +10,7 @@ RETENTION_S); an abort removes it at once, for then nothing is owed.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from workers.protocol import Delta, End, Failed, Position, PrefillEnd, Resume, StreamKey, Tokens, UpMessage
+from workers.protocol import Delta, End, Failed, Position, PrefillEnd, Resume, Stage, StreamKey, Tokens, UpMessage
 
 INGRESS_GRACE_S = 2.0
 RETENTION_S = 60.0
@@ -40,9 +40,10 @@ class Attempt:
 
 
 class StreamTable:
-    """All attempts of one worker. One caller: the engine thread."""
+    """All attempts of one worker, which serves `stage`. One caller: the engine thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, stage: Stage) -> None:
+        self._stage: Stage = stage
         self._attempts: dict[bytes, Attempt] = {}
         self._down_since: dict[int, float] = {}
 
@@ -94,7 +95,7 @@ class StreamTable:
     def _again(self, ingress: int, position: Position) -> Iterator[UpMessage]:
         attempt = self.get(StreamKey(position.stream, position.attempt))
         if attempt is None or attempt.ingress != ingress:
-            yield Failed(position.stream, position.attempt, "decode", "unknown")
+            yield Failed(position.stream, position.attempt, self._stage, "unknown")
             return
         yield attempt.accept
         delta = attempt.delta(position.count)

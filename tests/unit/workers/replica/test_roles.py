@@ -348,3 +348,12 @@ def test_a_drain_fails_what_is_left_and_frees_it() -> None:
 
 def test_streams_keep_their_keys() -> None:
     assert StreamKey(S, 0) == TransferKey(S, 0)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_misdirected_message_of_a_higher_attempt_ends_the_lower_and_is_refused(role: str) -> None:
+    bench = make_bench(role)
+    bench.say(prefill() if role == "prefill" else generate())
+    wrong = generate(attempt=1) if role == "prefill" else prefill(attempt=1)
+    assert bench.say(wrong) == [Accept(S, 1, 0, 0), Failed(S, 1, "decode", "invalid")]
+    assert bench.num_free == 20

@@ -9,7 +9,7 @@ def attempt(stream: bytes = S, number: int = 0, *, ingress: int = 7, base: int =
 
 
 def table_with(*attempts: Attempt) -> StreamTable:
-    table = StreamTable()
+    table = StreamTable("decode")
     for one in attempts:
         table.add(one)
     return table
