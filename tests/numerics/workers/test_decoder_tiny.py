@@ -11,7 +11,9 @@ import torch
 from tests.support.decoder_runs import compute_logits, generate, load
 from tests.support.oracle import expect, load_oracle
 from tests.support.tiny_models import save_tiny
+from workers.errors import BackendUnavailable
 from workers.model.fallback import load_fallback
+from workers.ops.select import select_ops
 from workers.runner.probe import prove_model
 
 LENGTHS = (1, 2, 3, 5, 7, 8, 11, 16, 17, 23, 31, 40, 47, 61, 77, 90)
@@ -91,6 +93,17 @@ def test_sixteen_with_staggered_arrivals(case, block_tokens: int) -> None:
     _, _, decoder, prompts, answers = case
     replayed = generate(decoder, prompts, NEW_TOKENS, 24, 2, block_tokens, 1200 // block_tokens)
     assert replayed.tokens == answers
+
+
+def test_native_kernels_answer_the_same(case) -> None:
+    _, folder, _, prompts, answers = case
+    try:
+        ops = select_ops("native", 1).ops
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    decoder = load(folder, "fp32", ops)
+    assert generate(decoder, prompts, NEW_TOKENS, 24, 2, 32).tokens == answers
+    assert generate(decoder, prompts[-1:], NEW_TOKENS, 7, 0, 32).tokens == answers[-1:]
 
 
 def test_a_small_pool_preempts_and_recomputes(case) -> None:
