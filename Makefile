@@ -1,6 +1,5 @@
 # One tool call per target; `make help` lists them. PYTHON chooses the interpreter that makes .venv.
 PYTHON := $(firstword $(shell command -v python3.11 python3.12 python3))
-PORT := 8000
 CONFIG := laptop
 BIN := .venv/bin
 
@@ -14,7 +13,7 @@ setup:  ## make .venv with everything in it (nothing to do the second time)
 	@$(PYTHON) -m cluster.cli.install
 
 serve: setup  ## start the cluster on this machine: make serve PORT=8123
-	@$(BIN)/baton serve --config $(CONFIG) --port $(PORT)
+	@$(BIN)/baton serve --config $(CONFIG) $(if $(PORT),--port $(PORT))
 
 model: setup  ## download and convert the model without starting anything
 	@$(BIN)/baton fetch $(CONFIG)

@@ -38,14 +38,16 @@ s).
 """
 
 
-def build_app(plan: ClusterPlan, secret_path: Path, parts: Parts | None = None) -> serve.Application:
-    """The application of a cluster; deploys nothing."""
+def build_app(
+    plan: ClusterPlan, secret_path: Path, parts: Parts | None = None, log_folder: str = ""
+) -> serve.Application:
+    """The application of a cluster; deploys nothing. `log_folder`: where its processes log to, if anywhere."""
     parts = parts or Parts()
     pools: dict[str, serve.Application] = {}
     for role, pool in pool_sizes(plan.config):
         deployment = _pool_deployment(role, pool.replicas)
         config = replica_config(plan, role, secret_path)
-        pools[role] = deployment.bind(config, parts.make_leader, pools.get("prefill"))
+        pools[role] = deployment.bind(config, parts.make_leader, pools.get("prefill"), log_folder)
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name=INGRESS_NAME,
         num_replicas=1,
@@ -53,7 +55,7 @@ def build_app(plan: ClusterPlan, secret_path: Path, parts: Parts | None = None) 
         ray_actor_options={"num_cpus": 0},
         **LIFETIME,
     )
-    return ingress.bind(router_config(plan), str(secret_path), parts.make_router, list(pools.values()))
+    return ingress.bind(router_config(plan), str(secret_path), parts.make_router, list(pools.values()), log_folder)
 
 
 def _pool_deployment(role: Role, replicas: int) -> serve.Deployment:

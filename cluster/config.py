@@ -94,6 +94,15 @@ class TargetsConfig(StrictModel):
     """Time between two tokens of a stream."""
 
 
+class DeadlinesConfig(StrictModel):
+    """When a request that gets no further ends with an error."""
+
+    first_token_s: Annotated[float, Field(ge=1, le=3600, strict=False)] = 60.0
+    """Arrival to the first token: the queue and the whole prompt are in it."""
+    progress_s: Annotated[float, Field(ge=1, le=3600, strict=False)] = 30.0
+    """Between two tokens of a stream."""
+
+
 class ClusterConfig(StrictModel):
     """`configs/clusters/NAME.yaml`."""
 
@@ -107,6 +116,7 @@ class ClusterConfig(StrictModel):
     worker: WorkerConfig = WorkerConfig()
     transfer: TransferConfig = TransferConfig()
     targets: TargetsConfig = TargetsConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
     drain_timeout_s: Annotated[float, Field(ge=0, le=3600, strict=False)] = 3.0
     """How long a worker that is asked to end lets its streams run."""
 

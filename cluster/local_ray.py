@@ -5,14 +5,17 @@ trace.
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import psutil
 
 from cluster.runtime import RunFolder
 
 OBJECT_STORE_BYTES = 100 << 20
 """Nothing of ours goes through the object store."""
 END_STREAMS_S = 1.5
+PILLARS = ("gcs_server", "raylet")
 
 
 def start_ray(run: RunFolder) -> None:
@@ -28,6 +31,8 @@ def start_ray(run: RunFolder) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(run.ray_dir),
     )
+    # What Ray pushes to its driver about a dead worker is prose about Ray; status and our logs tell it in our words.
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
 
 
 def start_serve(host: str, port: int) -> None:
@@ -42,6 +47,18 @@ def start_serve(host: str, port: int) -> None:
         http_options=HTTPOptions(host=host, port=port),
         logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
     )
+
+
+def find_pillars(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Of a run's processes, those without which no worker is restarted: the GCS and the raylet."""
+    found = []
+    for process in processes:
+        try:
+            if process.name() in PILLARS:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
 
 
 class DeploymentFailed(Exception):

@@ -39,7 +39,10 @@ def make_plan(config: ClusterConfig, model: ModelConfig, model_path: Path, machi
 
 def _front_door(config: RouterConfig) -> Iterator[Setting]:
     """The limits of the ingress, those apart that stand elsewhere."""
-    shown = {"model_id", "model_path", "max_context_tokens", "disaggregation", "version"}
+    shown = {
+        "model_id", "model_path", "max_context_tokens", "disaggregation", "version",
+        "default_temperature", "default_top_p", "first_token_s", "progress_s",
+    }  # fmt: skip
     for limit in fields(config):
         if limit.name not in shown:
             yield Setting(f"router.{limit.name}", getattr(config, limit.name), "built in")
@@ -79,6 +82,8 @@ def router_config(plan: ClusterPlan) -> RouterConfig:
         disaggregation=plan.config.disaggregation,
         default_temperature=plan.model.sampling.temperature,
         default_top_p=plan.model.sampling.top_p,
+        first_token_s=plan.config.deadlines.first_token_s,
+        progress_s=plan.config.deadlines.progress_s,
     )
 
 

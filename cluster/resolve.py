@@ -71,8 +71,10 @@ def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine) -> Itera
     given = config.worker
     yield _pick("dtype", given.dtype, "fp32", "CPU: the exact mode; bf16 arithmetic is slower without AMX")
     kv_dtype = given.kv_dtype if given.kv_dtype != "auto" else "fp32"
-    yield _pick("kv_dtype", given.kv_dtype, kv_dtype, "as the arithmetic, so that every path gives the same tokens")
-    yield Setting("worker.block_tokens", given.block_tokens, "as configured")
+    yield _pick(
+        "kv_dtype", given.kv_dtype, kv_dtype, "CPU: the exact mode; bf16 halves the bytes on the wire and in memory"
+    )
+    yield Setting("worker.block_tokens", given.block_tokens, "tokens per KV block")
     context = given.max_context_tokens if given.max_context_tokens != "auto" else spec.max_positions
     yield _pick("max_context_tokens", given.max_context_tokens, context, "the model's max_position_embeddings")
     blocks, why = _plan_blocks(given.block_tokens, context, spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]), machine)
@@ -80,7 +82,7 @@ def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine) -> Itera
     yield _pick(
         "chunk_tokens", given.chunk_tokens, CPU_CHUNK_TOKENS, "CPU: KV leaves early and short prompts wait little"
     )
-    yield Setting("worker.max_running", given.max_running, "as configured")
+    yield Setting("worker.max_running", given.max_running, "streams that one worker decodes together")
     yield _pick(
         "threads", given.threads, 1, "one torch thread per worker: prefill and decode share the machine's cores"
     )
@@ -110,7 +112,7 @@ def given_settings(config: ClusterConfig, model: ModelConfig) -> tuple[Setting, 
     """The settings that need no decision."""
     pools = {name: pool.replicas for name, pool in pool_sizes(config)}
     why = {
-        "always": "every prompt is computed by a prefill worker and its KV cache shipped to a decode worker",
+        "always": "prefill computes each prompt and ships its KV; decode computes one only after a failed transfer",
         "never": "colocated workers compute prompts and tokens",
     }
     return (
@@ -121,7 +123,7 @@ def given_settings(config: ClusterConfig, model: ModelConfig) -> tuple[Setting, 
         *(Setting(f"pools.{name}.replicas", count, "fixed") for name, count in pools.items()),
         Setting("ingress.replicas", 1, "one judge holds the queue"),
         Setting("host", config.host, "every listener is on loopback"),
-        Setting("port", config.port, "as configured"),
+        Setting("port", config.port, "HTTP"),
         Setting("transfer.transport", config.transfer.transport, "two processes of one machine over loopback TCP"),
         Setting("transfer.verify", config.transfer.verify, "checksums of KV units"),
         Setting(
@@ -131,6 +133,10 @@ def given_settings(config: ClusterConfig, model: ModelConfig) -> tuple[Setting, 
         ),
         Setting("targets.ttft_ms", config.targets.ttft_ms, "the diagnosis and prefill's admission compare with it"),
         Setting("targets.itl_ms", config.targets.itl_ms, "the diagnosis compares with it"),
+        Setting(
+            "deadlines.first_token_s", config.deadlines.first_token_s, "arrival to the first token, queue included"
+        ),
+        Setting("deadlines.progress_s", config.deadlines.progress_s, "between two tokens of a stream"),
         Setting(
             "drain_timeout_s", config.drain_timeout_s, "how long a worker that is asked to end lets its streams run"
         ),

@@ -1,7 +1,7 @@
 """What one run of `baton serve` leaves on the machine, and how it is removed again: by itself, or by the next start.
 
     <temp>/baton-<pid>-<random>/      0700
-        owner.json                    pid, start time, port of the driver
+        owner.json                    pid, start time, port and checkout of the driver
         secret                        0600, the cluster's key ring, minted per run
         ray/                          Ray's sessions, logs and sockets (the path is kept short: sockets allow 104 bytes)
         tmp/                          TMPDIR of every process of the run
@@ -48,7 +48,7 @@ class RunFolder:
     def create(self, port: int, config: str) -> None:
         """The folder exists, owned by this process, with a freshly minted secret."""
         self.path.mkdir(mode=0o700)
-        owner = Owner(os.getpid(), psutil.Process().create_time(), port, config)
+        owner = Owner(os.getpid(), psutil.Process().create_time(), port, config, this_checkout())
         (self.path / "owner.json").write_text(json.dumps(dataclasses.asdict(owner)))
         (self.path / "tmp").mkdir()
         self.ray_dir.mkdir()
@@ -70,6 +70,8 @@ class Owner:
     started_s: float
     port: int
     config: str
+    checkout: str = ""
+    """Where its code stands."""
 
     @property
     def is_alive(self) -> bool:
@@ -86,6 +88,11 @@ class Swept:
 
     num_folders: int
     num_processes: int
+
+
+def this_checkout() -> str:
+    """Where this code stands: two checkouts on one machine are told apart by it."""
+    return str(Path(__file__).resolve().parent.parent)
 
 
 def temp_root() -> Path:

@@ -26,7 +26,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "chat", help="talk to the running server", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--system", default=None, metavar="TEXT", help="a system message before the conversation")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 is always the same answer (default: 0.7)")
+    parser.add_argument(
+        "--temperature", type=float, default=None, help="0 is always the same answer (default: the model's own)"
+    )
     parser.add_argument("--max-tokens", type=int, default=512, help="longest answer in tokens (default: 512)")
     add_url(parser)
     parser.set_defaults(run=lambda options: chat(options))
@@ -37,25 +39,23 @@ def chat(options: argparse.Namespace) -> int:
     with connect(find_url(options.url)) as client:
         model = ask(client, "GET", "/v1/models")["data"][0]["id"]
         terminal.line(f"{model} at {client.base_url}  ({COMMANDS})")
-        _Conversation(client, model, options, terminal).run()
-    return 0
+        is_well = _Conversation(client, model, options, terminal).run()
+    return 0 if is_well or terminal.is_tty else 1
 
 
 class _Conversation:
     def __init__(self, client: httpx.Client, model: str, options: argparse.Namespace, terminal: Terminal) -> None:
         self._client, self._terminal = client, terminal
-        self._settings = {
-            "model": model,
-            "temperature": options.temperature,
-            "max_tokens": options.max_tokens,
-            "stream": True,
-        }
+        self._settings: dict[str, object] = {"model": model, "max_tokens": options.max_tokens, "stream": True}
+        if options.temperature is not None:
+            self._settings["temperature"] = options.temperature
         self._opening: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
         self._history = list(self._opening)
-        self._dim, self._plain = ("\x1b[1m", "\x1b[0m") if terminal.is_tty and env.is_colour_wanted() else ("", "")
+        self._prompt = make_prompt(terminal.is_tty and env.is_colour_wanted())
+        self._has_failed = False
 
-    def run(self) -> None:
-        """Returns when the user leaves."""
+    def run(self) -> bool:
+        """Returns when the user leaves: whether every answer came."""
         _load_line_editing()
         while (said := self._listen()) is not None:
             if said == "/new":
@@ -65,10 +65,11 @@ class _Conversation:
                 self._terminal.line(COMMANDS)
             elif said:
                 self._answer(said)
+        return not self._has_failed
 
     def _listen(self) -> str | None:
         try:
-            said = input(f"{self._dim}you>{self._plain} ").strip()
+            said = input(self._prompt).strip()
         except (EOFError, KeyboardInterrupt):
             self._terminal.line()
             return None
@@ -85,10 +86,17 @@ class _Conversation:
         except KeyboardInterrupt:
             self._terminal.write(" (stopped)")
         except (httpx.HTTPError, ServerUnreachable) as error:
-            self._terminal.write(f"(error: {error})")
+            self._terminal.write(f"(error: {error}; /new starts over)")
+            self._has_failed = True
         self._terminal.line()
         if spoken:
             self._history = [*messages, {"role": "assistant", "content": "".join(spoken)}]
+
+
+def make_prompt(is_coloured: bool) -> str:
+    """The prompt; escapes stand between \\x01 and \\x02, so that line editing does not count them as columns."""
+    bold, plain = ("\x01\x1b[1m\x02", "\x01\x1b[0m\x02") if is_coloured else ("", "")
+    return f"{bold}you>{plain} "
 
 
 def stream_chat(client: httpx.Client, body: dict[str, object]) -> Iterator[str]:

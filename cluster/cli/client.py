@@ -2,6 +2,7 @@
 
 import argparse
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -21,18 +22,31 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def find_url(given: str | None) -> str:
-    """The server to ask: the given one, or the only one of this user on this machine. Raises `ServerUnreachable`."""
+    """The server to ask: the given one, the only one that this checkout runs, or the only one of this user.
+
+    Raises `ServerUnreachable`.
+    """
     if given is not None:
-        return given.rstrip("/").removesuffix("/v1")
-    ports = [owner.port for _, owner in runtime.find_runs() if owner is not None and owner.is_alive]
-    if len(ports) > 1:
-        choices = ", ".join(f"--url http://127.0.0.1:{port}" for port in ports)
-        raise ServerUnreachable(f"several servers run here; choose one: {choices}")
-    if not ports:
+        return read_url(given)
+    owners = [owner for _, owner in runtime.find_runs() if owner is not None and owner.is_alive]
+    owners = [owner for owner in owners if owner.checkout == runtime.this_checkout()] or owners
+    if len(owners) > 1:
+        choices = "\n".join(f"  --url http://127.0.0.1:{o.port}  ({o.config}, from {o.checkout})" for o in owners)
+        raise ServerUnreachable(f"several servers run here; choose one:\n{choices}")
+    if not owners:
         raise ServerUnreachable(
             "no server runs on this machine; start one with `make serve` (or `baton serve`), or give --url"
         )
-    return f"http://127.0.0.1:{ports[0]}"
+    return f"http://127.0.0.1:{owners[0].port}"
+
+
+def read_url(given: str) -> str:
+    """The base address: http:// where no scheme is given, no /v1 at the end. Raises `ServerUnreachable`."""
+    text = given if "://" in given else f"http://{given}"
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ServerUnreachable(f"{given!r} is no address of a server; give one like http://127.0.0.1:8000")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def connect(url: str, timeout_s: float | None = 120.0) -> httpx.Client:
@@ -50,7 +64,7 @@ def ask(client: httpx.Client, method: str, path: str, body: object = None) -> An
         ) from None
     if answer.is_success:
         return answer.json()
-    raise ServerUnreachable(f"{client.base_url}{path.lstrip('/')}: {answer.status_code} {read_error(answer)}")
+    raise ServerUnreachable(f"{client.base_url.join(path)}: {answer.status_code} {read_error(answer)}")
 
 
 def read_error(answer: httpx.Response) -> str:

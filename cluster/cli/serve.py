@@ -8,14 +8,17 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
+import psutil
 
 from cluster import env, runtime
 from cluster.cli.progress import Steps, Terminal
 from cluster.config import ClusterConfig, ModelConfig, load_cluster
 from cluster.ending import Ending, EndRequested
 from cluster.local_ray import DeploymentFailed
+from cluster.logs import clear_logs
 from cluster.model_store import ensure_model
 from cluster.parts import Parts
 from cluster.plan import ClusterPlan, make_plan, this_machine
@@ -39,6 +42,7 @@ Baton is ready after {took:.0f} s at {url}
       print(chunk.choices[0].delta.content or "", end="", flush=True)
 
 In another terminal: .venv/bin/baton chat, .venv/bin/baton explain "Why is the sky blue?", .venv/bin/baton status
+Logs, a line per request: {logs}
 Ctrl-C ends it.
 """
 
@@ -98,6 +102,7 @@ class _Start:
         self._config, self._model, self._terminal, self._parts = config, model, terminal, parts
         self._claim: PortClaim | None = None
         self._run: runtime.RunFolder | None = None
+        self._logs = Path()
         self._is_deployed = False
         self._started = time.monotonic()
         self._steps = Steps(terminal)
@@ -121,6 +126,7 @@ class _Start:
         self._run = runtime.name_run()
         self._run.create(config.port, config_name)
         env.prepare_ray(self._run.path, plan.worker.threads)
+        self._logs = clear_logs(cache, config.port)
         self._start_ray(self._run)
         self._deploy(plan, self._run)
         self._greet()
@@ -152,7 +158,8 @@ class _Start:
 
         with self._steps.step("workers") as step:
             step.note("loading the model in each")
-            local_ray.deploy(build_app(plan, run.secret_path, self._parts), APP_NAME)
+            app = build_app(plan, run.secret_path, self._parts, str(self._logs))
+            local_ray.deploy(app, APP_NAME)
             self._is_deployed = True
             step.note("waiting until a token can be produced")
             self._await_ready()
@@ -170,12 +177,19 @@ class _Start:
 
     def _greet(self) -> None:
         took = time.monotonic() - self._started
-        self._terminal.line(GREETING.format(took=took, url=self._url, port=self._config.port, model=self._model.id))
+        self._terminal.line(
+            GREETING.format(took=took, url=self._url, port=self._config.port, model=self._model.id, logs=self._logs)
+        )
 
     def wait(self) -> None:
-        """Until a signal comes."""
-        while True:
+        """Until a signal comes. Raises `DeploymentFailed` when Ray itself has died: without it nothing is restarted."""
+        from cluster import local_ray
+
+        assert self._run is not None
+        pillars = local_ray.find_pillars(runtime.processes_of(self._run))
+        while all(pillar.is_running() and pillar.status() != psutil.STATUS_ZOMBIE for pillar in pillars):
             time.sleep(WATCH_S)
+        raise DeploymentFailed("a process of Ray has died and the cluster with it; start again")
 
     def end(self) -> None:
         """Nothing of this start is left. Safe in every phase."""

@@ -36,8 +36,11 @@ def show_status(url: str | None, is_json: bool) -> int:
 def render_status(status: Mapping[str, Any]) -> str:
     """One row per worker, and what waits in the ingress."""
     rows = [_row(worker) for worker in status["workers"]]
+    present = {worker["pool"] for worker in status["workers"]}
+    wanted = ("prefill", "decode") if status.get("disaggregation") == "always" else ("colocated",)
+    rows += [[pool, "-", "-", "-", "no worker", "-", "-", "-", "-"] for pool in wanted if pool not in present]
     waiting = ", ".join(f"{count} for {label}" for label, count in status.get("queue", {}).items() if count)
-    lines = _table(COLUMNS, rows) if rows else ["no worker is reachable"]
+    lines = _table(COLUMNS, rows)
     return "\n".join([*lines, "", f"queue: {waiting or 'empty'}; open streams: {status.get('open_streams', 0)}"])
 
 

@@ -4,10 +4,12 @@ router.
 
 import asyncio
 import functools
+import os
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cluster.logs import open_log
 from cluster.loopback import move_replica_listener
 from kv_transfer.wire import KeyRing
 from router.config import RouterConfig
@@ -53,10 +55,16 @@ class Ingress:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits constructors
-        self, config: RouterConfig, secret_path: str, make_router: MakeRouter, pools: "Sequence[DeploymentHandle]"
+        self,
+        config: RouterConfig,
+        secret_path: str,
+        make_router: MakeRouter,
+        pools: "Sequence[DeploymentHandle]",
+        log_folder: str = "",
     ) -> None:
         from cluster.membership import watch
 
+        open_log(log_folder, f"ingress-{os.getpid()}")
         move_replica_listener()
         self._router = await asyncio.to_thread(make_router, config, KeyRing.load(Path(secret_path)))
         await self._router.start()

@@ -5,10 +5,12 @@ in its metadata, and a decode replica keeps its leader informed of the prefill w
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.board import describe_worker
+from cluster.logs import open_log
 from cluster.loopback import move_replica_listener
 from workers.protocol import WorkerEndpoint
 from workers.replica.config import ReplicaConfig
@@ -49,8 +51,13 @@ class PoolReplica:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits constructors
-        self, config: ReplicaConfig, make_leader: MakeLeader, prefill: "DeploymentHandle | None" = None
+        self,
+        config: ReplicaConfig,
+        make_leader: MakeLeader,
+        prefill: "DeploymentHandle | None" = None,
+        log_folder: str = "",
     ) -> None:
+        open_log(log_folder, f"{config.role}-{os.getpid()}")
         move_replica_listener()
         self._leader = await asyncio.to_thread(make_leader, config)
         self._endpoint = await self._leader.start()

@@ -1,12 +1,14 @@
 """The command line: frozen help, plain errors, the texts that commands print from what a server answers."""
 
 import io
+import re
 
 import httpx
 import pytest
 
 from cluster.cli import chat
-from cluster.cli.client import ServerUnreachable, ask, find_url
+from cluster.cli.chat import make_prompt
+from cluster.cli.client import ServerUnreachable, ask, find_url, read_url
 from cluster.cli.main import main
 from cluster.cli.progress import Terminal
 from cluster.cli.status import render_status
@@ -103,8 +105,35 @@ def test_status_is_a_table():
     assert lines[-1] == "queue: 2 for prefill_time; open streams: 5"
 
 
-def test_status_without_workers_says_so():
-    assert render_status({"workers": []}).startswith("no worker is reachable")
+def test_status_names_a_pool_without_a_worker():
+    for disaggregation, pools in (("always", ["prefill", "decode"]), ("never", ["colocated"])):
+        lines = render_status({"workers": [], "disaggregation": disaggregation}).splitlines()
+        assert [line.split()[0] for line in lines[1 : 1 + len(pools)]] == pools
+        assert all("no worker" in line for line in lines[1 : 1 + len(pools)])
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("http://127.0.0.1:8000/", "http://127.0.0.1:8000"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000"),
+    ],
+)
+def test_addresses_are_read_as_people_write_them(given, url):
+    assert read_url(given) == url
+
+
+@pytest.mark.parametrize("given", ["ftp://x", "http://", "://x"])
+def test_what_is_no_address_is_named(given):
+    with pytest.raises(ServerUnreachable, match="is no address"):
+        read_url(given)
+
+
+def test_the_prompt_of_the_chat_hides_its_escapes_from_line_editing():
+    assert make_prompt(False) == "you> "
+    visible = re.sub("\x01[^\x02]*\x02", "", make_prompt(True))
+    assert visible == "you> "
 
 
 def stream_of(*events: str) -> httpx.Client:
