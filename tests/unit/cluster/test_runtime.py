@@ -12,6 +12,7 @@ import pytest
 from cluster import runtime
 from cluster.env import RUN_VARIABLE
 from kv_transfer.wire import KeyRing
+from tests.support.serve_process import wait_for
 
 SLEEPER = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -30,7 +31,10 @@ def abandon(folder: runtime.RunFolder, **changes) -> None:
 
 
 def start_leftover(folder: runtime.RunFolder) -> subprocess.Popen:
-    return subprocess.Popen(SLEEPER, stdin=subprocess.PIPE, env={**os.environ, RUN_VARIABLE: str(folder.path)})
+    """A process of the run whose environment can be read: right after its start the kernel may still show none."""
+    process = subprocess.Popen(SLEEPER, stdin=subprocess.PIPE, env={**os.environ, RUN_VARIABLE: str(folder.path)})
+    wait_for("the leftover shows its environment", lambda: runtime.processes_of(folder), 10.0)
+    return process
 
 
 def test_folder_and_secret_are_private(run):
