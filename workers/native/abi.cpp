@@ -66,7 +66,7 @@ int64_t block_bytes_of(int64_t kind, int64_t k) {
         case BATON_FP32: return k * LANES * 4;
         case BATON_BF16: return k * LANES * 2;
         case BATON_INT8: return num_groups(k) * 512;
-        case BATON_Q8: return round_up(num_groups(k) * (512 + 2 * LANES), 64);
+        case BATON_Q8: return (num_groups(k) + 1) / 2 * Q8_PAIR_BYTES;
         default: return num_groups(k) * 320;
     }
 }
@@ -82,16 +82,19 @@ void pack_dense(const BatonWeight &w, int64_t block, uint8_t *out) {
 }
 
 void pack_bytes(const Kernels &kernels, const BatonWeight &w, int64_t block, uint8_t *out) {
-    memset(out, kernels.q8_bias, (size_t)num_groups(w.k) * 512);
-    for (int64_t lane = 0; lane < LANES && block * LANES + lane < w.n; lane++) {
-        const int64_t n = block * LANES + lane;
-        const int8_t *row = static_cast<const int8_t *>(w.data) + n * w.k;
-        for (int64_t k = 0; k < w.k; k++)
-            out[k / GROUP * 512 + kernels.group_index((int)(k % GROUP), (int)lane)] = (uint8_t)(row[k] + kernels.q8_bias);
-        if (w.kind != BATON_Q8) continue;
-        const uint16_t *scales = static_cast<const uint16_t *>(w.scale) + n * num_groups(w.k);
-        uint16_t *packed = reinterpret_cast<uint16_t *>(out + num_groups(w.k) * 512);
-        for (int64_t g = 0; g < num_groups(w.k); g++) packed[g * LANES + lane] = scales[g];
+    const bool is_q8 = w.kind == BATON_Q8;
+    const int64_t groups = num_groups(w.k);
+    for (int64_t g = 0; g < groups; g++) {
+        uint8_t *to = out + (is_q8 ? q8_group_offset(g) : g * 512);
+        memset(to, kernels.q8_bias, 512);
+        for (int64_t lane = 0; lane < LANES && block * LANES + lane < w.n; lane++) {
+            const int64_t n = block * LANES + lane;
+            const int8_t *from = static_cast<const int8_t *>(w.data) + n * w.k + g * GROUP;
+            for (int k = 0; k < GROUP; k++) to[kernels.group_index(k, (int)lane)] = (uint8_t)(from[k] + kernels.q8_bias);
+            if (is_q8)
+                reinterpret_cast<uint16_t *>(out + q8_scale_offset(g))[lane] =
+                    static_cast<const uint16_t *>(w.scale)[n * groups + g];
+        }
     }
 }
 
@@ -125,8 +128,8 @@ void pack_block(const Kernels &kernels, const BatonWeight &w, int64_t block, uin
 
 void pack_into(BatonEngine *engine, const BatonWeight &w, BatonMatrix &matrix) {
     const int64_t blocks = (w.n + LANES - 1) / LANES, bytes = block_bytes_of(w.kind, w.k);
-    matrix.data.reserve(blocks * bytes);
-    matrix.view = {w.kind, w.n, w.k, blocks, bytes, matrix.data.as<uint8_t>(), nullptr};
+    matrix.place = engine->arena.take(blocks * bytes);
+    matrix.view = {w.kind, w.n, w.k, blocks, bytes, matrix.place.data, nullptr};
     engine->pool.run([&](int thread) {
         const Range own = share_of(blocks, thread, engine->pool.size());
         memset(matrix.view.data + own.low * bytes, 0, (size_t)((own.high - own.low) * bytes));

@@ -11,6 +11,7 @@ namespace baton {
 namespace {
 
 constexpr int64_t HUGE_PAGE = 2 << 20;
+constexpr int64_t PIECE_BYTES = 32 << 20;
 constexpr int64_t ROWS_PER_PASS = 256;  // their rounded inputs stay in the second cache while weights stream by
 
 }  // namespace
@@ -32,6 +33,18 @@ void Buffer::reserve(int64_t bytes) {
     if (page == HUGE_PAGE) madvise(data_, (size_t)bytes, MADV_HUGEPAGE);
 #endif
     size_ = bytes;
+}
+
+Arena::Place Arena::take(int64_t bytes) {
+    bytes = round_up(bytes, 64);
+    if (!piece_ || used_ + bytes > piece_->size()) {
+        auto piece = std::make_shared<Buffer>();
+        piece->reserve(std::max(bytes, PIECE_BYTES));
+        piece_ = std::move(piece);
+        used_ = 0;
+    }
+    used_ += bytes;
+    return {piece_, piece_->as<uint8_t>() + used_ - bytes};
 }
 
 void RoundedBuffers::reserve(int64_t rows, int64_t k) {

@@ -1,6 +1,7 @@
 // An engine: the kernels of one level, its threads and their scratch; and the buffers that grow with the work.
 #pragma once
 #include <cstddef>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -33,6 +34,22 @@ private:
     int64_t size_ = 0;
 };
 
+// Weights one behind the other in pieces of huge pages: most matrices are smaller than one page. A piece lives as long
+// as a matrix in it.
+class Arena {
+public:
+    struct Place {
+        std::shared_ptr<Buffer> piece;
+        uint8_t *data = nullptr;
+    };
+
+    Place take(int64_t bytes);      // throws std::bad_alloc
+
+private:
+    std::shared_ptr<Buffer> piece_;
+    int64_t used_ = 0;
+};
+
 struct RoundedBuffers {
     Buffer q, scale, scaled_sum, offset;
 
@@ -57,7 +74,8 @@ int64_t longest_context(const BatonTables &tables);
 
 struct BatonMatrix {
     baton::Matrix view;
-    baton::Buffer data, scale;
+    baton::Arena::Place place;
+    baton::Buffer scale;
 };
 
 struct BatonEngine {
@@ -67,6 +85,7 @@ struct BatonEngine {
     baton::Pool pool;
     std::vector<baton::Buffer> scratch;     // one per thread
     baton::RoundedBuffers rounded;
+    baton::Arena arena;
 
     void reserve_scratch(int64_t bytes);
 

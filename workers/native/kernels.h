@@ -13,7 +13,7 @@ constexpr int MAX_ATTENTION_ROWS = 12;
 // A packed weight: blocks of 16 outputs one after the other, `block_bytes` each, zero columns at the end of the last.
 //   FP32, BF16   [K][16]
 //   INT8         [K/32][512 bytes]; scale float [N]
-//   Q8           [K/32][512 bytes], then float16 [K/32][16] scales
+//   Q8           pairs of groups: float16 scales [2][16], then twice 512 bytes; one stream, or reading halves in speed
 //   Q4           [K/32][256 bytes, float16 scale [16], float16 min [16]]
 // The order of the 512 bytes of a group is the level's own; Q4 byte i holds its bytes i (low half) and i + 256.
 struct Matrix {
@@ -90,5 +90,9 @@ int64_t attention_scratch_bytes(int64_t context, int64_t head_dim);
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 inline int64_t num_groups(int64_t k) { return k / GROUP; }
+
+constexpr int64_t Q8_PAIR_BYTES = 64 + 2 * 512;
+inline int64_t q8_scale_offset(int64_t g) { return g / 2 * Q8_PAIR_BYTES + g % 2 * 32; }
+inline int64_t q8_group_offset(int64_t g) { return g / 2 * Q8_PAIR_BYTES + 64 + g % 2 * 512; }
 
 }  // namespace baton

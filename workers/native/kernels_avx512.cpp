@@ -66,7 +66,7 @@ INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0)
 // --- 32 inputs of 16 outputs as integers: 8 vectors, each of 4 inputs for every output ------------------------------
 
 constexpr int Q8_BIAS = 128;          // vpdpbusd multiplies unsigned by signed bytes: the offset takes 128 back
-constexpr int64_t DIRECT_ROWS = 8;
+constexpr int64_t DIRECT_ROWS = 24;
 int group_index(int k, int n) { return k / 4 * 64 + n * 4 + k % 4; }
 
 struct Bytes {
@@ -99,14 +99,10 @@ INLINE I four(const int8_t *a) {
     memcpy(&x, a, 4);
     return _mm512_set1_epi32(x);
 }
-INLINE I dot(const Bytes &b, const int8_t *a, I first) {
-    I even = first, odd = _mm512_setzero_si512();
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        even = _mm512_dpbusd_epi32(even, b.v[i], four(a + 4 * i));
-        odd = _mm512_dpbusd_epi32(odd, b.v[i + 4], four(a + 4 * (i + 4)));
-    }
-    return _mm512_add_epi32(even, odd);
+INLINE I dot(const Bytes &b, const int8_t *a, I total) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) total = _mm512_dpbusd_epi32(total, b.v[i], four(a + 4 * i));
+    return total;
 }
 INLINE I dot_unsigned(const Bytes &b, const int8_t *a) { return dot(b, a, _mm512_setzero_si512()); }
 INLINE I dot_signed(const Bytes &b, const int8_t *a, int32_t offset) { return dot(b, a, _mm512_set1_epi32(offset)); }

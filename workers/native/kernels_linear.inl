@@ -8,7 +8,7 @@
 constexpr int64_t Q4_BLOCK_BYTES = 320;     // a group of 16 outputs: 256 bytes of halves, float16 scale and min
 constexpr int64_t PANEL_BYTES = 640;        // the same unpacked: 512 bytes, float scale and min
 constexpr int64_t BYTES_PER_GROUP = 512;
-constexpr int64_t PREFETCH_BYTES = 2560;
+constexpr int64_t PREFETCH_BYTES = 4096;
 constexpr int64_t DENSE_CHAIN = 256;        // inputs summed in registers before they are added to the output
 
 // --- grouped: integers within a group of 32 inputs, floats across groups ----------------------------------------------
@@ -63,17 +63,18 @@ struct Q4Unpacked {
 };
 
 struct Q8 {
-    const uint8_t *p, *scales;
+    const uint8_t *p;
 
     struct Group {
         Bytes bytes;
         F scale;
     };
     Q8(const Matrix &m, int64_t block, const uint8_t *)
-        : p(m.data + block * m.block_bytes), scales(p + num_groups(m.k) * BYTES_PER_GROUP) {}
+        : p(m.data + block * m.block_bytes) {}
     INLINE_METHOD Group group(int64_t g) const {
-        prefetch_ahead<BYTES_PER_GROUP>(p + g * BYTES_PER_GROUP);
-        return {load_bytes(p + g * BYTES_PER_GROUP), load_f16(scales + g * 2 * LANES)};
+        const uint8_t *at = p + q8_group_offset(g);
+        prefetch_ahead<Q8_PAIR_BYTES / 2>(at);
+        return {load_bytes(at), load_f16(p + q8_scale_offset(g))};
     }
     static INLINE_METHOD F add(const Group &g, const int8_t *q, const Activations &in, int64_t at, F total) {
         return fma(to_float(dot_signed(g.bytes, q, in.offset[at])), mul(g.scale, splat(in.scale[at])), total);
@@ -261,11 +262,11 @@ void unpack_dense(const Matrix &m, int64_t row, float *out) {
 void unpack_grouped(const Matrix &m, int64_t row, float *out) {
     const int lane = (int)(row % LANES);
     const uint8_t *block = m.data + row / LANES * m.block_bytes;
-    const int64_t groups = num_groups(m.k);
-    for (int64_t g = 0; g < groups; g++) {
+    for (int64_t g = 0; g < num_groups(m.k); g++) {
         const bool is_q4 = m.kind == BATON_Q4;
-        const uint8_t *p = block + g * (is_q4 ? Q4_BLOCK_BYTES : BYTES_PER_GROUP);
-        const uint8_t *scales = is_q4 ? p + 256 : block + groups * BYTES_PER_GROUP + g * 2 * LANES;
+        const bool is_q8 = m.kind == BATON_Q8;
+        const uint8_t *p = block + (is_q4 ? g * Q4_BLOCK_BYTES : is_q8 ? q8_group_offset(g) : g * BYTES_PER_GROUP);
+        const uint8_t *scales = is_q4 ? p + 256 : block + q8_scale_offset(g);
         const float scale = m.kind == BATON_INT8 ? m.scale[row] : lane_of(load_f16(scales), lane);
         const float low = is_q4 ? lane_of(load_f16(p + 288), lane) : 0.0f;
         for (int k = 0; k < GROUP; k++) {
