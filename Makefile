@@ -4,13 +4,16 @@ CONFIG := laptop
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve model test lint type arch ci accept-main
+.PHONY: help setup native serve model test lint type arch ci accept-main
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## make .venv with everything in it (nothing to do the second time)
 	@$(PYTHON) -m cluster.cli.install
+
+native: setup  ## build the CPU kernels (pip does, too; an edit of a source needs it again)
+	@$(BIN)/python workers/native/build.py
 
 serve: setup  ## start the cluster on this machine: make serve PORT=8123
 	@$(BIN)/baton serve --config $(CONFIG) $(if $(PORT),--port $(PORT))
