@@ -80,6 +80,7 @@ def router_config(plan: ClusterPlan) -> RouterConfig:
         model_path=str(plan.model_path),
         max_context_tokens=plan.worker.max_context_tokens,
         disaggregation=plan.config.disaggregation,
+        allowed_hosts=("localhost", "127.0.0.1", "::1"),
         default_temperature=plan.model.sampling.temperature,
         default_top_p=plan.model.sampling.top_p,
         first_token_s=plan.config.deadlines.first_token_s,

@@ -6,12 +6,16 @@ and what happens when it completes are two functions of the owner. The sending a
 Threads: `offer`, `drop` and `close` from any thread; `complete`, `on_ready` and `on_ended` run on the lane's thread.
 """
 
+import hashlib
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
 
 from kv_transfer.errors import DeadlineExceeded, PeerLost, TransferError
 from kv_transfer.transports.base import DataPair, Ticket
@@ -20,7 +24,19 @@ WINDOW = 4
 """Units posted and not complete. Six to twenty percent slower than free-running sends at 2-4 MiB, and no unit waits
 behind many."""
 
+WARM_UP_BYTES = 4096
 T = TypeVar("T")
+
+
+def make_warm_up(lane: bytes) -> Tensor:
+    """What the sender sends first over a new data pair: known to who took part in the authenticated handshake only."""
+    block = hashlib.sha256(b"baton lane warm-up" + lane).digest()
+    return torch.frombuffer(bytearray(block * (WARM_UP_BYTES // len(block))), dtype=torch.uint8)
+
+
+def is_warm_up(lane: bytes, received: Tensor) -> bool:
+    """False when somebody else than the lane's peer is on the other end of its data pair."""
+    return torch.equal(make_warm_up(lane), received)
 
 
 class BlobExchange:

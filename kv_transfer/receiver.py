@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kv_transfer.errors import FrameInvalid, HandshakeFailed, OutOfOrder, TransferError
+from kv_transfer.errors import FrameInvalid, HandshakeFailed, OutOfOrder, PeerLost, TransferError
 from kv_transfer.events import (
     Arrived,
     ArrivedUnit,
@@ -30,7 +30,7 @@ from kv_transfer.events import (
     TransferFailed,
 )
 from kv_transfer.grants import GrantAction, GrantedTransfer, GrantEvent
-from kv_transfer.lane import BlobExchange, Lane, LaneWork
+from kv_transfer.lane import WARM_UP_BYTES, BlobExchange, Lane, LaneWork, is_warm_up
 from kv_transfer.link import Link
 from kv_transfer.messages import (
     IDENTITY_CODEC,
@@ -52,7 +52,7 @@ from kv_transfer.messages import (
     Unit,
     pack_u32,
 )
-from kv_transfer.sender import WARM_UP_BYTES, now_us
+from kv_transfer.sender import now_us
 from kv_transfer.staging import StagingBuffers, as_unit, digest_of, scatter_unit, touched_blocks
 from kv_transfer.transports.base import DataPair, Ticket, Transport
 from kv_transfer.wire import Connection, KeyRing, client_steps, dial
@@ -131,8 +131,8 @@ class KVReceiver:
         layout = self._identity.layout
         assert len(blocks) >= layout.num_blocks(num_tokens), f"{key!r}: too few blocks for {num_tokens} tokens"
         with self._lock:
-            assert key not in self._receivings, f"{key!r} is expected already"
-            link = self._links.get(source)
+            is_known = key in self._receivings  # not drained yet, or asked for twice: never two grants of one key
+            link = None if is_known else self._links.get(source)
             if link is not None:
                 grant = GrantedTransfer(key, source, tuple(blocks), num_tokens, skip_tokens, layout.num_layers)
                 self._receivings[key] = _Receiving(grant, link)
@@ -200,9 +200,7 @@ class KVReceiver:
                     backoff_s = FIRST_BACKOFF_S if was_open else backoff_s
                 except TransferError as error:
                     _log.info("cannot dial prefill worker %x: %s", incarnation, error)
-                except (
-                    Exception
-                ):  # the edge of a link's task: its transfers have failed, and the source is dialled anew
+                except Exception:  # noqa: BLE001  # the edge of a link: its transfers failed, it is dialled anew
                     _log.exception("link to prefill worker %x failed", incarnation)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -301,7 +299,11 @@ class KVReceiver:
 
         def open_pair() -> DataPair:
             pair = self._transport.open(0, lane_id, exchange)
-            pair.receive(torch.empty(WARM_UP_BYTES, dtype=torch.uint8)).wait()
+            ticket = pair.receive(torch.empty(WARM_UP_BYTES, dtype=torch.uint8))
+            ticket.wait()
+            if not is_warm_up(lane_id, ticket.buffer):
+                self._transport.renew()
+                raise PeerLost("a stranger is on the lane's data pair")
             return pair
 
         def post(pair: DataPair, unit: Unit) -> Ticket:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kv_transfer.errors import FrameInvalid, OutOfOrder, TransferError
 from kv_transfer.events import Adopted, Granted, PeerDown, PeerUp, SenderEvent, SendTrace, SentUnit, TransferFailed
-from kv_transfer.lane import BlobExchange, Lane, LaneWork
+from kv_transfer.lane import BlobExchange, Lane, LaneWork, make_warm_up
 from kv_transfer.layout import MAX_UNIT_BYTES
 from kv_transfer.link import Link
 from kv_transfer.messages import (
@@ -47,7 +47,6 @@ from kv_transfer.staging import TORCH_DTYPES, as_bytes, digest_of, gather_unit
 from kv_transfer.transports.base import DataPair, Ticket, Transport
 from kv_transfer.wire import Connection, KeyRing, establish, listen_steps
 
-WARM_UP_BYTES = 4096
 MAX_CONNECTIONS = 256
 """Sessions, and handshakes under way. Each handshake ends within wire.HANDSHAKE_TIMEOUT_S."""
 _log = logging.getLogger(__name__)
@@ -352,7 +351,7 @@ class KVSender:
     def make_lane(self, link: Link, lane_id: bytes, exchange: BlobExchange) -> Lane[_QueuedUnit]:
         def open_pair() -> DataPair:
             pair = self._transport.open(1, lane_id, exchange)
-            pair.send(torch.zeros(WARM_UP_BYTES, dtype=torch.uint8)).wait()
+            pair.send(make_warm_up(lane_id)).wait()
             return pair
 
         def post(pair: DataPair, unit: _QueuedUnit) -> Ticket:

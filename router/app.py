@@ -150,7 +150,7 @@ class Router:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            _check_origin(exchange)
+            _check_origin(exchange, self._config.allowed_hosts)
             await self._find_handler(exchange)(exchange)
         except ApiError as error:
             await exchange.send_error(error)
@@ -260,22 +260,24 @@ class Router:
             self._links.pop(link.incarnation, None)
 
 
-def _check_origin(exchange: Exchange) -> None:
-    """A browser page of another origin may not use a server that trusts whoever reaches it. Raises `ApiError`."""
-    origin = exchange.header(b"origin")
-    if origin is None:
-        return
+def _check_origin(exchange: Exchange, allowed_hosts: Sequence[str]) -> None:
+    """A browser page of another origin, or one whose name was rebound to this machine, may not use a server that trusts
+    whoever reaches it. Raises `ApiError`.
+    """
+    origin, named = exchange.header(b"origin"), (exchange.header(b"host") or b"").decode("latin-1")
     try:
-        page, host = (
-            urlsplit(origin.decode("latin-1")),
-            urlsplit("//" + (exchange.header(b"host") or b"").decode("latin-1")),
-        )
+        host = urlsplit("//" + named)
+        is_allowed = not allowed_hosts or host.hostname in allowed_hosts
+        page = urlsplit((origin or b"").decode("latin-1"))
         default = {"http": 80, "https": 443}.get(page.scheme)
         is_same = page.hostname is not None and page.hostname == host.hostname
         is_same = is_same and (page.port or default) == (host.port or default)
     except ValueError:
-        is_same = False
-    if not is_same:
+        is_allowed = is_same = False
+    if not is_allowed:
+        message = f"This server answers to {', '.join(allowed_hosts)}; the Host header names another."
+        raise ApiError("foreign_origin", message, code="foreign_host")
+    if origin is not None and not is_same:
         raise ApiError("foreign_origin", "Requests from pages of another origin are refused.")
 
 

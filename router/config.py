@@ -22,6 +22,8 @@ class RouterConfig:
     """always: a prefill and a decode worker serve each request; never: one colocated worker does."""
     local_fallback: bool = True
     """A decode worker may compute the prompt itself after a failed transfer when no other prefill worker is ready."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that requests may name, without ports; empty: any. On loopback it keeps rebound names of pages out."""
     max_body_bytes: int = 1 << 20
     """Larger request bodies are answered by 413."""
     max_messages: int = 2048

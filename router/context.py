@@ -31,7 +31,7 @@ def find_deadlines(config: RouterConfig, arrived: float, timeout: bytes | None) 
     total_at = None
     if timeout is not None:
         try:
-            seconds = float(timeout)
+            seconds = math.nan if b"_" in timeout else float(timeout)
         except ValueError:
             seconds = math.nan
         if not 0 < seconds <= config.max_total_s:

@@ -136,7 +136,7 @@ class Dispatcher:
         for stream in self.open_streams():
             failure = self._find_overdue(stream, now)
             if failure is not None:
-                self.fail(stream, failure, blames_prefill=failure in {"prefill_lost", "transfer"})
+                self.fail(stream, failure, blames_prefill=stream.verdict is not None)
             elif stream.is_missing_tokens:
                 self.ask_again(stream)
         self.pump()

@@ -68,9 +68,12 @@ class Exchange:
         return b"".join(parts)
 
     async def wait_gone(self) -> None:
-        """Returns when the client has hung up. Cancel-safe."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        """Returns when the client has hung up, or when whoever carries its messages has died. Cancel-safe."""
+        try:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        except Exception:  # noqa: BLE001  # a proxy that died raises what it likes; nobody listens any more
+            return
 
     async def send_json(self, status: int, document: object, headers: Iterable[Header] = ()) -> None:
         body = sse.encode_json(document) + b"\n"

@@ -180,13 +180,15 @@ class Inbox:
         logger.info("attempt failed %r stage=%s reason=%s worker=%x", stream.key, message.stage, message.reason, worker)
         if link.incarnation == stream.placement.decode:
             stream.placement.decode = 0
-            self._desk.fail(stream, failure, blames_prefill=failure == "transfer")
+            is_drain = stream.verdict is not None and stream.verdict.failure == "draining"
+            blames_prefill = failure == "transfer"
+            self._desk.fail(stream, "draining" if blames_prefill and is_drain else failure, blames_prefill)
         elif link.incarnation == stream.placement.prefill:
             stream.placement.is_prefill_open = False
             if stream.state == "offering" or failure == "invalid":
                 self._desk.fail(stream, "transfer" if failure == "internal" else failure, blames_prefill=True)
             elif stream.state == "computing":
-                self._desk.await_verdict(stream, "transfer")
+                self._desk.await_verdict(stream, "draining" if failure == "draining" else "transfer")
 
     def _on_explain(self, message: Explain) -> None:
         stream = self._desk.find_stream(message.stream)

@@ -14,7 +14,7 @@ Failure = Literal[
     "draining",  # a worker leaves and gave the request back
     "unknown",  # after a re-dial the worker knows nothing of the attempt
     "transfer",  # the KV cache did not arrive, or prefill failed on its way
-    "prefill_lost",  # prefill's process or link went before decode had the KV cache
+    "prefill_lost",  # prefill's link went, and decode gave no verdict in time
     "decode_lost",  # decode's process went
     "internal",  # a worker reported a fault of its own
     "invalid",  # a worker refused the request itself
@@ -71,7 +71,7 @@ _RULES: dict[Failure, _Rule] = {
     "draining": _Rule("none", "worker_lost", "The worker that served the request left."),
     "unknown": _Rule("none", "worker_lost", "The worker that served the request lost it."),
     "transfer": _Rule("transfer", "worker_lost", "The prompt's KV cache could not be moved to a decode worker."),
-    "prefill_lost": _Rule("transfer", "worker_lost", "The worker that computed the prompt was lost."),
+    "prefill_lost": _Rule("none", "worker_lost", "The worker that computed the prompt was lost."),
     "decode_lost": _Rule("crash", "worker_lost", "The worker that generated the answer was lost."),
     "internal": _Rule("crash", "internal", "A worker failed on this request."),
     "invalid": _Rule("none", "invalid_request", "The workers refuse this request.", is_final=True),
@@ -92,7 +92,7 @@ def decide_retry(failure: Failure, situation: Situation, budgets: Budgets) -> Re
 
     After the first token nothing is retried: an answer never continues elsewhere from here. A transfer that failed goes
     to another prefill worker if one is ready and the budget allows, else to decode itself, else it ends the request. A
-    transfer that failed with prefill gone waits for a prefill worker where decode may not compute prompts.
+    lost link costs nothing and waits for a prefill worker: a crash is charged by decode's verdict on the transfer.
     """
     rule = _RULES[failure]
     error = ApiError(rule.error, rule.message)

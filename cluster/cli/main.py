@@ -1,6 +1,7 @@
 """The `baton` command: parses, runs one subcommand, turns errors the user can act on into one plain message."""
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Sequence
 
@@ -54,6 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 for an error that is told, 2 for wrong usage, 130 when interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     options = make_parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:

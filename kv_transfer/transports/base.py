@@ -58,6 +58,10 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
+    def renew(self) -> None:
+        """Call when a pair opened to somebody else than the peer: the next one opens elsewhere."""
+        ...
+
     def open(self, rank: int, lane: bytes, exchange: Exchange) -> DataPair:
         """A connected pair; the receiver is rank 0, the sender rank 1. Blocks up to OPEN_TIMEOUT_S. Raises
         `TransferError`."""

@@ -7,7 +7,8 @@ in the middle of a message is not woken when the peer dies. So every wait has a 
 is broken by a receive that times out after one millisecond on a tag of its own; a waiter in the middle of a message
 then returns within STUCK_TIMEOUT_S, and nothing is written any more from the moment `poison` returns.
 
-Data sockets of gloo are neither authenticated nor encrypted: `host` must be a private interface.
+Data sockets of gloo are neither authenticated nor encrypted: `host` must be a private interface. The warm-up of a lane
+(`lane.make_warm_up`) tells a stranger who was faster from the peer, and digests in FIN tell altered bytes.
 """
 
 import datetime
@@ -24,6 +25,7 @@ from kv_transfer.transports.base import OPEN_TIMEOUT_S, STUCK_TIMEOUT_S, Exchang
 _c10d: Any = dist  # its stubs lack HashStore, the options and the two-sided operations
 _TAG_RANGE = 1 << 29
 _POISON_TAG = (1 << 30) + 1
+MAX_DEVICES = 32
 
 
 class GlooTicket:
@@ -76,12 +78,26 @@ class GlooPair:
 
 
 class GlooTransport:
-    """Makes pairs on one shared device (one thread and one listener per process) bound to `host`."""
+    """Makes pairs on one shared device (a thread and a listener bound to `host`), and on a new one after a failure.
+
+    gloo gives the next pair to whoever names its number on the listener: a stranger who holds numbers would cost every
+    later lane, so a pair that did not open is tried again elsewhere. Devices are kept to the end of the process: one
+    that is destroyed while its thread runs takes the process with it.
+    """
 
     name = "gloo"
 
     def __init__(self, host: str) -> None:
-        self._device = _c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+        self._host = host
+        self._devices = [self._make_device()]
+
+    def _make_device(self) -> Any:
+        return _c10d.ProcessGroupGloo.create_device(hostname=self._host, lazy_init=False)
+
+    def renew(self) -> None:
+        """The next pair opens on another listener; after MAX_DEVICES failures the last one stays."""
+        if len(self._devices) < MAX_DEVICES:
+            self._devices.append(self._make_device())
 
     def open(self, rank: int, lane: bytes, exchange: Exchange) -> GlooPair:
         store = _c10d.HashStore()
@@ -98,13 +114,14 @@ class GlooTransport:
         relaying = threading.Thread(target=relay, name=f"kv-relay-{lane.hex()[:6]}", daemon=True)
         relaying.start()
         options = _c10d.ProcessGroupGloo._Options()
-        options._devices = [self._device]
+        options._devices = [self._devices[-1]]
         options._threads = 1
         options._timeout = datetime.timedelta(seconds=OPEN_TIMEOUT_S)
         try:
             return GlooPair(_c10d.ProcessGroupGloo(store, rank, 2, options), rank)
         except RuntimeError as error:
             cause = failures[0] if failures else error
+            self.renew()
             raise PeerLost(f"gloo pair did not open ({type(cause).__name__})") from None
         finally:
             relaying.join(OPEN_TIMEOUT_S)

@@ -79,11 +79,17 @@ class PrefillRole(Role):
     def _refusal(self, message: Generate | Prefill, num_tokens: int) -> BusyReason | None:
         if not isinstance(message, Prefill) or message.decode not in self._sender.open_peers():
             return "no_lane"
-        queued = self._engine.queued_tokens
+        ahead = self._tokens_ahead(num_tokens)
         allowed_s = TTFT_SHARE * self._config.ttft_target_ms / 1000
-        if queued and self._tokens_per_s and (queued + num_tokens) / self._tokens_per_s > allowed_s:
+        if ahead and self._tokens_per_s and (ahead + num_tokens) / self._tokens_per_s > allowed_s:
             return "prefill_time"
         return None
+
+    def _tokens_ahead(self, num_tokens: int) -> int:
+        """Uncomputed tokens that go before a new prompt of `num_tokens`: the scheduler takes the shortest first, so a
+        long prompt that is being computed keeps no short one out."""
+        left = (s.num_tokens - s.computed_tokens for s in self._shipments.values())
+        return sum(tokens for tokens in left if tokens <= num_tokens)
 
     def _let_go(self, key: StreamKey, reason: str) -> None:
         if self._shipments.pop(key, None) is not None:

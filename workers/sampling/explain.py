@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from workers.sampling.philox import draw_uniform
-from workers.sampling.sampler import Draw, Head, Kept, count_kept, has_filter, sort_head
+from workers.sampling.sampler import Draw, Head, Kept, count_kept, has_filter, is_random, sort_head
 
 TOP = 5
 
@@ -25,7 +25,7 @@ def explain_draw(logits_V: Tensor, draw: Draw, token: int) -> dict[str, Any]:
         "before": _list_top(plain, vocab, 1.0),
         "temperature": params.temperature,
     }
-    if params.temperature <= 0:
+    if not is_random(params):
         after = [{"token": token, "probability": 1.0}]
         return facts | {"after": after, "removed": {"greedy": vocab - 1}, "kept": 1, "uniform": None}
     head = sort_head(logits_V[None], [params.temperature], vocab)

@@ -1,17 +1,20 @@
 """What every transport promises to a lane, over loopback and gloo; the peer is another thread here, another process in
 tests/integration."""
 
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+import psutil
 import pytest
 import torch
 
 from kv_transfer.errors import DeadlineExceeded, PeerLost, TransferError
-from kv_transfer.lane import WINDOW, BlobExchange, Lane, LaneWork
+from kv_transfer.lane import WARM_UP_BYTES, WINDOW, BlobExchange, Lane, LaneWork, is_warm_up, make_warm_up
 from kv_transfer.transports import base, gloo, loopback
 from kv_transfer.transports.base import DataPair, Ticket, Transport
 from kv_transfer.transports.select import make_transport
@@ -28,11 +31,18 @@ def transport(request: pytest.FixtureRequest) -> Transport:
 
 def open_both(transport: Transport, lane: bytes = b"lane-one") -> Pair:
     """(receiving end, sending end) of a new pair."""
+    return open_ends(transport, transport, lane)
+
+
+def open_ends(receiving: Transport, sending: Transport, lane: bytes = b"lane-one") -> Pair:
     ends: list[BlobExchange] = []
     ends.append(BlobExchange(lambda blob: ends[1].feed(blob)))
     ends.append(BlobExchange(lambda blob: ends[0].feed(blob)))
     with ThreadPoolExecutor(2) as pool:
-        opening = [pool.submit(transport.open, rank, lane, ends[rank]) for rank in (RECEIVER, SENDER)]
+        opening = [
+            pool.submit(transport.open, rank, lane, ends[rank])
+            for rank, transport in ((RECEIVER, receiving), (SENDER, sending))
+        ]
         return opening[RECEIVER].result(), opening[SENDER].result()
 
 
@@ -149,7 +159,7 @@ def test_unknown_names_list_the_known_ones():
         make_transport("carrier-pigeon", "127.0.0.1")  # type: ignore[arg-type]
 
 
-# --- lanes over each transport ----------------------------------------------------------------------------------------
+# --- lanes over each transport --------------------------------------------------------------------------------------
 
 
 class Ends:
@@ -257,3 +267,43 @@ def test_items_offered_before_the_pair_is_open_are_sent_once_it_is(transport: Tr
     ends.sender.offer(payload(77))
     poll(lambda: len(ends.received) == 1)
     ends.close()
+
+
+def test_a_stranger_who_holds_gloo_s_numbers_costs_one_lane_at_most(monkeypatch: pytest.MonkeyPatch):
+    """gloo gives a pair to whoever names its number on the listener; the next pair opens on another listener."""
+    monkeypatch.setattr(gloo, "OPEN_TIMEOUT_S", 2.0)
+    before = own_ports()
+    ends = [make_transport("gloo", "127.0.0.1") for _ in range(2)]
+    strangers = []
+    for port in own_ports() - before:
+        for number in range(16):
+            stranger = socket.create_connection(("127.0.0.1", port), timeout=3)
+            stranger.sendall(struct.pack("<q", number))
+            strangers.append(stranger)
+    opened = 0
+    for _ in range(3):
+        try:
+            receiver, sender = open_ends(ends[0], ends[1])
+            into, ticket = receiver.receive(empty(64)), sender.send(payload(64))
+            into.wait()
+            ticket.wait()
+            opened += torch.equal(into.buffer, payload(64))
+            receiver.poison()
+            sender.poison()
+        except TransferError:
+            for end in ends:
+                end.renew()
+    for stranger in strangers:
+        stranger.close()
+    assert opened >= 1, "the stranger shut the lane for good"
+
+
+def own_ports() -> set[int]:
+    connections = psutil.Process().net_connections("tcp")
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_warm_up_is_known_to_the_lane_s_two_ends_only():
+    assert is_warm_up(b"lane-one", make_warm_up(b"lane-one"))
+    assert not is_warm_up(b"lane-two", make_warm_up(b"lane-one"))
+    assert not is_warm_up(b"lane-one", torch.zeros(WARM_UP_BYTES, dtype=torch.uint8))

@@ -163,6 +163,25 @@ def test_any_content_type_is_json_and_foreign_origins_are_refused(tmp_path: Path
     asyncio.run(story())
 
 
+def test_a_rebound_host_name_is_refused_where_hosts_are_listed(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with running_ingress(tmp_path, allowed_hosts=("localhost", "127.0.0.1", "::1")) as ingress:
+            ingress.say("fine")
+            for host, status in (
+                (f"127.0.0.1:{ingress.port}", 200),
+                (f"localhost:{ingress.port}", 200),
+                ("[::1]", 200),
+                (f"evil.example:{ingress.port}", 403),
+                ("127.0.0.1.evil.example", 403),
+                ("[", 403),
+            ):
+                for origin in ({}, {"origin": f"http://{host}"}):
+                    answer = await ingress.client.get("/baton/status", headers={"host": host, **origin})
+                    assert answer.status_code == status, (host, origin)
+
+    asyncio.run(story())
+
+
 def test_every_route_answers_json(tmp_path: Path) -> None:
     async def story() -> None:
         async with running_ingress(tmp_path) as ingress:

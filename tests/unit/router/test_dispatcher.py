@@ -6,6 +6,7 @@ from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.inbox import Inbox
+from router.retry import Spent
 from router.stream import Deadlines, Finished, LiveStream, Marks, StreamFault
 from router.worker_view import WorkerSnapshot
 from workers.protocol import (
@@ -18,6 +19,7 @@ from workers.protocol import (
     DownMessage,
     End,
     Failed,
+    FailReason,
     Generate,
     Load,
     Position,
@@ -414,3 +416,19 @@ def test_an_unknown_transition_tells_the_story() -> None:
     stream = Bench().submit()
     with pytest.raises(StreamFault, match="queued\\+dispatch#0"):
         stream.advance("dispatch")
+
+
+@pytest.mark.parametrize("decode_word", ["transfer", "peer_lost", None])
+def test_a_drain_of_prefill_costs_nothing(decode_word: FailReason | None) -> None:
+    """The prefill worker leaves in the middle of a prompt: decode's word on the transfer is no failed transfer then."""
+    bench = Bench(prefills=2)
+    stream = bench.computing()
+    bench.failed(bench.prefill, stream, "draining")
+    if decode_word is None:
+        bench.now += 3.1
+        bench.desk.tick()
+    else:
+        bench.failed(bench.decode, stream, decode_word)
+    assert stream.attempt == 1
+    assert stream.spent == Spent()
+    assert not stream.needs_local

@@ -145,13 +145,13 @@ BUDGETS = Budgets(failed_transfers=2, crashes=2)
 FRESH = Situation(has_tokens=False, spent=Spent(), another_prefill=False, local_allowed=True)
 
 
-@pytest.mark.parametrize("failure", ["busy", "draining", "unknown"])
-def test_refusals_drains_and_lost_answers_cost_nothing(failure: Failure) -> None:
+@pytest.mark.parametrize("failure", ["busy", "draining", "unknown", "prefill_lost"])
+def test_refusals_drains_lost_links_and_lost_answers_cost_nothing(failure: Failure) -> None:
     assert decide_retry(failure, FRESH, BUDGETS) == Retry(Spent())
 
 
-@pytest.mark.parametrize("failure", ["transfer", "prefill_lost"])
-def test_transfers_are_charged_and_fall_back(failure: Failure) -> None:
+def test_transfers_are_charged_and_fall_back() -> None:
+    failure: Failure = "transfer"
     charged = Spent(failed_transfers=1)
     assert decide_retry(failure, FRESH, BUDGETS) == Retry(charged, is_local=True)
     assert decide_retry(failure, dataclasses.replace(FRESH, another_prefill=True), BUDGETS) == Retry(charged)

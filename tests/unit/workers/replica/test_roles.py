@@ -229,7 +229,8 @@ def test_prefill_accepts_a_share_of_its_ttft_target_and_at_least_one_prompt() ->
     bench = make_bench("prefill", ttft_target_ms=1000)
     bench.role._tokens_per_s = 40.0
     assert bench.say(prefill(S, num_tokens=30)) == [Accept(S, 0, 0, 0)]
-    assert bench.say(prefill(T, num_tokens=2)) == [Busy(T, 0, "prefill_time")]
+    assert bench.say(prefill(T, num_tokens=30)) == [Busy(T, 0, "prefill_time")]
+    assert bench.say(prefill(T, num_tokens=2, attempt=1)) == [Accept(T, 1, 0, 0)], "it goes before the long one"
 
 
 def test_a_higher_attempt_takes_the_place_of_the_lower() -> None:

@@ -1,5 +1,6 @@
 """The sampled distribution against the rules written down independently, and independence from the batch."""
 
+import json
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from workers.errors import StepFailed
 from workers.protocol import SamplingParams
+from workers.sampling.explain import explain_draw
 from workers.sampling.sampler import HEAD_WIDTHS, Draw, sample
 
 VOCAB = 40
@@ -144,3 +146,12 @@ def test_logits_that_are_no_numbers_fail_the_step(bad: float) -> None:
     logits = torch.stack([make_logits(1), torch.full((VOCAB,), bad)])
     with pytest.raises(StepFailed, match="1 of 2 sampled rows"):
         sample(logits, [Draw(SamplingParams(), 0)] * 2)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-9, 9e-6])
+def test_a_temperature_that_would_overflow_is_greedy(temperature: float) -> None:
+    logits = make_logits()
+    params = SamplingParams(temperature=temperature, top_k=5, min_p=0.1, seed=3)
+    assert sample(logits[None], [Draw(params, 0)]) == [int(logits.argmax())]
+    facts = explain_draw(logits, Draw(params, 0), int(logits.argmax()))
+    assert "NaN" not in json.dumps(facts)
