@@ -10,7 +10,6 @@ import sys
 from dataclasses import asdict
 
 from kv_transfer.channel import KVSource
-
 from workers.replica.config import ReplicaConfig
 from workers.replica.leader import Leader
 
