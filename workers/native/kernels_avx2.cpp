@@ -113,7 +113,6 @@ INLINE float largest(F v) {
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
-INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 
 // --- 32 inputs of 16 outputs as integers: 8 times 64 bytes, each of 4 inputs for every output -------------------------
 

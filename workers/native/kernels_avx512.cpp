@@ -61,7 +61,6 @@ INLINE int32_t sum_int(I v) { return _mm512_reduce_add_epi32(v); }
 INLINE int32_t largest_int(I v) { return _mm512_reduce_max_epi32(v); }
 INLINE float sum(F v) { return _mm512_reduce_add_ps(v); }
 INLINE float largest(F v) { return _mm512_reduce_max_ps(v); }
-INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 
 // --- 32 inputs of 16 outputs as integers: 8 vectors, each of 4 inputs for every output ------------------------------
 

@@ -96,7 +96,6 @@ INLINE float largest(F v) {
     for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
     return best;
 }
-INLINE void prefetch(const void *p) { __builtin_prefetch(p); }
 
 // --- 32 inputs of 16 outputs as integers: input by input, 16 bytes each -----------------------------------------------
 
