@@ -63,10 +63,12 @@ class PoolsConfig(StrictModel):
 class WorkerConfig(StrictModel):
     """One model replica; the same for every pool."""
 
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of weights and arithmetic."""
+    backend: Literal["auto", "native", "reference", "transformers"] = "auto"
+    """What computes: our decoder over C++ or plain torch, or the transformers classes."""
+    dtype: Literal["auto", "fp32", "bf16", "int8", "q4"] = "auto"
+    """Of the weights; int8 and q4 also round activations to 8 bits (docs/models.md). fp32 is exact."""
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    block_tokens: Annotated[int, Field(ge=1, le=4096)] = 16
+    block_tokens: Auto | Annotated[int, Field(ge=1, le=4096)] = "auto"
     """Tokens per KV block."""
     num_blocks: Auto | Annotated[int, Field(ge=8, le=1 << 24)] = "auto"
     max_context_tokens: Auto | Annotated[int, Field(ge=16, le=1 << 17)] = "auto"

@@ -10,7 +10,10 @@ from pathlib import Path
 from cluster.config import ClusterConfig, ModelConfig
 from cluster.resolve import Machine, Setting, WorkerSettings, given_settings, resolve_worker
 from router.config import RouterConfig
-from workers.model.arch import read_spec
+from workers.errors import ModelRefused
+from workers.model.arch import read_config, read_spec
+from workers.model.families import plan_decoder
+from workers.native import build
 from workers.protocol import Role
 from workers.replica.config import ReplicaConfig
 
@@ -27,14 +30,30 @@ class ClusterPlan:
 
 def make_plan(config: ClusterConfig, model: ModelConfig, model_path: Path, machine: Machine) -> ClusterPlan:
     """The plan of a cluster whose model is on disk. Raises `ConfigError` or `workers.errors.ModelRefused`."""
-    worker, decided = resolve_worker(config, read_spec(model_path), machine)
-    found = (
-        Setting("model.path", str(model_path), "converted once"),
-        Setting("worker.model", "transformers classes", "the general fallback, with our paged attention in them"),
-    )
+    worker, decided = resolve_worker(config, read_spec(model_path), machine, _find_decoder_fault(model_path))
+    found = (Setting("model.path", str(model_path), "converted once"),)
     plan = ClusterPlan(config=config, model=model, model_path=model_path, worker=worker, settings=())
     settings = (*given_settings(config, model), *found, *decided, *_front_door(router_config(plan)))
     return replace(plan, settings=settings)
+
+
+def _find_decoder_fault(model_path: Path) -> str:
+    """Why our own decoder does not serve the model; empty where it does."""
+    try:
+        plan_decoder(read_config(model_path))
+    except ModelRefused as error:
+        return str(error)
+    return ""
+
+
+def find_native_fault() -> str:
+    """Why there are no native kernels in this installation; empty where there are."""
+    outcome = build.read_outcome()
+    if outcome is None:
+        return "they were not built; run `make native`"
+    if not outcome.is_built:
+        return outcome.reason
+    return "" if outcome.source_hash == build.hash_sources() else "their sources have changed; run `make native`"
 
 
 def _front_door(config: RouterConfig) -> Iterator[Setting]:
@@ -53,6 +72,7 @@ def replica_config(plan: ClusterPlan, role: Role, secret_path: Path) -> ReplicaC
     worker, transfer = plan.worker, plan.config.transfer
     return ReplicaConfig(
         role=role,
+        backend=worker.backend,
         model_path=str(plan.model_path),
         model_id=plan.model.id,
         dtype=worker.dtype,
@@ -90,4 +110,4 @@ def router_config(plan: ClusterPlan) -> RouterConfig:
 
 def this_machine() -> Machine:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Machine(memory_bytes=pages * page_bytes, num_cpus=os.cpu_count() or 1)
+    return Machine(pages * page_bytes, os.cpu_count() or 1, find_native_fault())

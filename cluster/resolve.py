@@ -18,12 +18,15 @@ KV_MEMORY_SHARE = 8
 MAX_POOL_CONTEXTS = 4
 """A pool larger than this many full contexts serves nobody on one machine."""
 CPU_CHUNK_TOKENS = 128
+DTYPE_REASON = "CPU: 4-bit weights and 8-bit activations, both in groups of 32; fp32 is exact and slower"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     memory_bytes: int
     num_cpus: int
+    native_fault: str = ""
+    """Why the C++ kernels do not run here; empty where they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ class Setting:
 class WorkerSettings:
     """A worker's settings with no "auto" left."""
 
-    dtype: Literal["fp32", "bf16"]
+    backend: Literal["native", "reference", "transformers"]
+    dtype: Literal["fp32", "bf16", "int8", "q4"]
     kv_dtype: Literal["fp32", "bf16"]
     block_tokens: int
     num_blocks: int
@@ -48,10 +52,13 @@ class WorkerSettings:
 
 
 def resolve_worker(
-    config: ClusterConfig, spec: DecoderSpec, machine: Machine
+    config: ClusterConfig, spec: DecoderSpec, machine: Machine, decoder_fault: str = ""
 ) -> tuple[WorkerSettings, tuple[Setting, ...]]:
-    """The settings of every worker, and why. Raises `ConfigError` where an explicit value does not fit the model."""
-    settings = {setting.key: setting for setting in _decide(config, spec, machine)}
+    """The settings of every worker, and why. `decoder_fault`: why our own decoder does not know the model, if so.
+
+    Raises `ConfigError` where an explicit value does not fit the model.
+    """
+    settings = {setting.key: setting for setting in _decide(config, spec, machine, decoder_fault)}
     values = {key.removeprefix("worker."): setting.value for key, setting in settings.items()}
     worker = WorkerSettings(**values)  # type: ignore[arg-type]  # keys and types agree, see the tests
     if worker.max_context_tokens > spec.max_positions:
@@ -67,17 +74,23 @@ def resolve_worker(
     return worker, tuple(settings.values())
 
 
-def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine) -> Iterator[Setting]:
+def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine, decoder_fault: str) -> Iterator[Setting]:
     given = config.worker
-    yield _pick("dtype", given.dtype, "fp32", "CPU: the exact mode; bf16 arithmetic is slower without AMX")
-    kv_dtype = given.kv_dtype if given.kv_dtype != "auto" else "fp32"
+    backend, why = _choose_backend(machine, decoder_fault)
+    yield _pick("backend", given.backend, backend, why)
+    backend = backend if given.backend == "auto" else given.backend
+    is_native = backend == "native"
+    dtype = given.dtype if given.dtype != "auto" else "q4" if is_native else "fp32"
     yield _pick(
-        "kv_dtype", given.kv_dtype, kv_dtype, "CPU: the exact mode; bf16 halves the bytes on the wire and in memory"
+        "dtype", given.dtype, dtype, DTYPE_REASON if is_native else "without native kernels fewer bits are slower"
     )
-    yield Setting("worker.block_tokens", given.block_tokens, "tokens per KV block")
+    kv_dtype = given.kv_dtype if given.kv_dtype != "auto" else "fp32" if dtype == "fp32" else "bf16"
+    yield _pick("kv_dtype", given.kv_dtype, kv_dtype, f"beside {dtype} weights")
+    block_tokens = given.block_tokens if given.block_tokens != "auto" else 32 if is_native else 16
+    yield _pick("block_tokens", given.block_tokens, block_tokens, "tokens per KV block, as the kernels like it")
     context = given.max_context_tokens if given.max_context_tokens != "auto" else spec.max_positions
     yield _pick("max_context_tokens", given.max_context_tokens, context, "the model's max_position_embeddings")
-    blocks, why = _plan_blocks(given.block_tokens, context, spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]), machine)
+    blocks, why = _plan_blocks(block_tokens, context, spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]), machine)
     yield _pick("num_blocks", given.num_blocks, blocks, why)
     yield _pick(
         "chunk_tokens", given.chunk_tokens, CPU_CHUNK_TOKENS, "CPU: KV leaves early and short prompts wait little"
@@ -86,6 +99,14 @@ def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine) -> Itera
     yield _pick(
         "threads", given.threads, 1, "one torch thread per worker: prefill and decode share the machine's cores"
     )
+
+
+def _choose_backend(machine: Machine, decoder_fault: str) -> tuple[str, str]:
+    if decoder_fault:
+        return "transformers", f"our decoder does not know this model: {decoder_fault}"
+    if machine.native_fault:
+        return "reference", f"our decoder in plain torch; no native kernels: {machine.native_fault}"
+    return "native", "our decoder over C++ kernels, one call a step"
 
 
 def _pick(name: str, given: object, decided: object, reason: str) -> Setting:

@@ -153,7 +153,7 @@ def _summary(document: Document, targets: Targets) -> Iterator[str]:
     if prefill and prefill["sent_bytes"]:
         share = prefill["hidden_bytes"] / prefill["sent_bytes"]
         yield f"KV shipped       {prefill['sent_bytes']:,} bytes ({show_bytes(prefill['sent_bytes'])})"
-        yield f"hidden transfer  {share:.0%} of the bytes had left before the last chunk was computed"
+        yield f"hidden transfer  {share:.0%} of the bytes had left before the last layer's KV was computed"
     else:
         yield "KV shipped       0 bytes: the prompt was computed where the tokens were generated"
         yield "hidden transfer  off (nothing was shipped)"

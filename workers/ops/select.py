@@ -25,7 +25,8 @@ def select_ops(wanted: BackendName, num_threads: int) -> Choice:
         case "native":
             from workers.ops.native import NativeOps  # its library is loaded only where it is used
 
-            ops = NativeOps(num_threads)
+            # Transfers copy K token-major; the kernels read it either way.
+            ops = NativeOps(num_threads, key_is_dim_major=False)
             return Choice(ops, f"native: {ops.level} kernels, {num_threads} threads")
         case "reference":
             from workers.ops.reference import ReferenceOps

@@ -2,6 +2,7 @@
 torch.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from workers.engine.config import EngineConfig
 from workers.model.arch import DecoderSpec
 from workers.model.progress import Progress, ignore_progress
 from workers.replica.config import ReplicaConfig
-from workers.runner.model_runner import ModelRunner, digest_facts, load_runner
+from workers.runner.choose import RunnerSettings, choose_runner
+from workers.runner.model_runner import ModelRunner, digest_facts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,18 @@ def load_model(config: ReplicaConfig, progress: Progress = ignore_progress) -> L
         max_running=config.max_running,
         max_context_tokens=config.max_context_tokens,
     )
-    folder = Path(config.model_path)
-    runner = load_runner(folder, config.dtype, config.kv_dtype, config.block_tokens, config.num_blocks, progress)
-    digest = make_model_digest(digest_facts(folder, runner.model.spec, config.dtype))
-    return LoadedModel(runner, runner.model.spec, engine_config, digest)
+    settings = RunnerSettings(
+        folder=Path(config.model_path),
+        mode=config.dtype,
+        kv_dtype=config.kv_dtype,
+        block_tokens=config.block_tokens,
+        num_blocks=config.num_blocks,
+        max_context_tokens=config.max_context_tokens,
+        backend=config.backend,
+        num_threads=config.num_threads,
+    )
+    chosen = choose_runner(settings, progress)
+    logger.info("model %s in %s computed by %s", config.model_id, config.dtype, chosen.how)
+    spec = chosen.runner.model.spec
+    digest = make_model_digest(digest_facts(settings.folder, spec, config.dtype))
+    return LoadedModel(chosen.runner, spec, engine_config, digest)

@@ -75,7 +75,7 @@ def load_runner(
     return ModelRunner(model, PagedKVCache(layout, num_blocks))
 
 
-def digest_facts(folder: Path, spec: DecoderSpec, dtype: Dtype) -> dict[str, str]:
+def digest_facts(folder: Path, spec: DecoderSpec, dtype: str) -> dict[str, str]:
     """What must be equal for two workers to share KV caches; for `kv_transfer.layout.make_model_digest`."""
     return {
         "weights": fingerprint_weights(folder),

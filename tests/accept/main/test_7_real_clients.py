@@ -36,7 +36,7 @@ def test_the_command_of_the_readme_streams_a_sensible_answer(real_server: RealSe
     assert sum("role" in c["delta"] for c in chunks) == 1
     assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == ["length"]
     text = "".join(c["delta"].get("content", "") for c in chunks)
-    assert "scatter" in text.lower(), text
+    assert any(word in text.lower() for word in ("scatter", "light", "atmosphere")), text
     assert len(chunks) > 40, "the answer came in a few lumps"
     whole = json.loads(curl(f"{real_server.url}/v1/chat/completions", "-d", json.dumps({**body, "stream": False})))
     assert whole["choices"][0]["message"]["content"] == text, "streamed and whole answers differ"

@@ -26,10 +26,31 @@ SPEC = make_spec(
 GIB = 1 << 30
 
 
-def resolve(memory_bytes=16 * GIB, **worker):
+def resolve(memory_bytes=16 * GIB, native_fault="no compiler", decoder_fault="", **worker):
     config, _ = load_cluster("laptop")
     config = config.model_copy(update={"worker": WorkerConfig(**worker)})
-    return resolve_worker(config, SPEC, Machine(memory_bytes=memory_bytes, num_cpus=2))
+    machine = Machine(memory_bytes=memory_bytes, num_cpus=2, native_fault=native_fault)
+    return resolve_worker(config, SPEC, machine, decoder_fault)
+
+
+@pytest.mark.parametrize(
+    ("native_fault", "decoder_fault", "expected"),
+    [
+        ("", "", ("native", "q4", "bf16", 32)),
+        ("no compiler", "", ("reference", "fp32", "fp32", 16)),
+        ("", "unknown family", ("transformers", "fp32", "fp32", 16)),
+    ],
+)
+def test_what_computes_follows_the_kernels_and_the_family(native_fault, decoder_fault, expected):
+    worker, settings = resolve(native_fault=native_fault, decoder_fault=decoder_fault)
+    assert (worker.backend, worker.dtype, worker.kv_dtype, worker.block_tokens) == expected
+    (why,) = [setting.reason for setting in settings if setting.key == "worker.backend"]
+    assert (decoder_fault or native_fault) in why
+
+
+def test_the_exact_mode_keeps_an_exact_cache():
+    worker, _ = resolve(native_fault="", dtype="fp32")
+    assert (worker.backend, worker.dtype, worker.kv_dtype) == ("native", "fp32", "fp32")
 
 
 def test_no_auto_is_left_and_each_setting_has_a_reason():
