@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 from kv_transfer.codec import Between
 
 Dtype = Literal["fp32", "bf16"]
+KeyOrder = Literal["token_major", "dim_major"]
+"""How K lies inside a block: [slot][dim], or [dim][slot] as the C++ kernels like it. V is always [slot][dim]."""
 MIN_UNIT_BYTES = 2 << 20
 MAX_UNIT_BYTES = 256 << 20
 _ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
@@ -22,13 +24,14 @@ _ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What both ends of a transfer agree on; `block_tokens` and `dtype` may differ between them."""
+    """What both ends of a transfer agree on; `block_tokens`, `dtype` and `keys` may differ between them."""
 
     num_layers: Annotated[int, Between(1, 1024)]
     num_kv_heads: Annotated[int, Between(1, 1024)]
     head_dim: Annotated[int, Between(1, 4096)]
     block_tokens: Annotated[int, Between(1, 4096)]
     dtype: Dtype
+    keys: KeyOrder = "token_major"
 
     @property
     def bytes_per_token(self) -> int:

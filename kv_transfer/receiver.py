@@ -53,7 +53,7 @@ from kv_transfer.messages import (
     pack_u32,
 )
 from kv_transfer.sender import now_us
-from kv_transfer.staging import StagingBuffers, as_unit, digest_of, scatter_unit, touched_blocks
+from kv_transfer.staging import StagingBuffers, as_unit, digest_of, scatter_unit, touched_blocks, view_cache
 from kv_transfer.transports.base import DataPair, Ticket, Transport
 from kv_transfer.wire import Connection, KeyRing, client_steps, dial
 
@@ -85,7 +85,8 @@ class KVReceiver:
         self, *, identity: KVIdentity, ring: KeyRing, data: Tensor, emit: Callable[[ReceiverEvent], None],
         transport: Transport,
     ) -> None:  # fmt: skip
-        self._identity, self._ring, self._data = identity, ring, data
+        self._identity, self._ring = identity, ring
+        self._cache = view_cache(data, identity.layout.keys)
         self._emit, self._transport = emit, transport
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -335,7 +336,7 @@ class KVReceiver:
                     is_writable = receiving.grant.open_window(unit, blocks)
         if receiving is not None and is_writable:
             scatter_unit(
-                self._data, receiving.grant.blocks, as_unit(buffer, layout, unit.num_tokens, unit.num_layers),
+                self._cache, receiving.grant.blocks, as_unit(buffer, layout, unit.num_tokens, unit.num_layers),
                 unit.first_token, unit.first_layer,
             )  # fmt: skip
             digest = digest_of(buffer)

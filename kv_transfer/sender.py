@@ -43,7 +43,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.messages import Adopted as AdoptedMessage
 from kv_transfer.session import SendAction, SendEvent, SendTransfer
-from kv_transfer.staging import TORCH_DTYPES, as_bytes, digest_of, gather_unit
+from kv_transfer.staging import TORCH_DTYPES, as_bytes, digest_of, gather_unit, view_cache
 from kv_transfer.transports.base import DataPair, Ticket, Transport
 from kv_transfer.wire import Connection, KeyRing, establish, listen_steps
 
@@ -90,7 +90,8 @@ class KVSender:
         self, *, identity: KVIdentity, ring: KeyRing, data: Tensor, host: str, emit: Callable[[SenderEvent], None],
         transport: Transport, verify: Literal["off", "full"] = "full",
     ) -> None:  # fmt: skip
-        self._identity, self._ring, self._data, self._host = identity, ring, data, host
+        self._identity, self._ring, self._host = identity, ring, host
+        self._cache = view_cache(data, identity.layout.keys)
         self._emit, self._transport, self._verify = emit, transport, verify
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
@@ -156,7 +157,7 @@ class KVSender:
             if sending is None or not sending.transfer.takes_units:
                 return
             index = sending.transfer.add_unit(*part)
-        buffer = as_bytes(gather_unit(self._data, sending.blocks, *part, dtype=sending.dtype))
+        buffer = as_bytes(gather_unit(self._cache, sending.blocks, *part, dtype=sending.dtype))
         if buffer.numel() > MAX_UNIT_BYTES:
             raise ValueError(
                 f"a unit of {buffer.numel()} bytes is over the limit of {MAX_UNIT_BYTES}: push fewer layers"

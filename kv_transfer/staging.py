@@ -2,8 +2,8 @@
 
 Knows torch and the two shapes. Knows no transfer and no socket.
 
-    cache   data[layer, block, K|V, head, slot, dim]      token t lives in blocks[t // block_tokens], slot t %
-    block_tokens unit    unit[layer, K|V, head, token, dim]             contiguous, in the receiving cache's dtype
+    cache   data[layer, block, K|V, head, slot, dim]   token t lives in blocks[t // block_tokens], slot t % block_tokens
+    unit    unit[layer, K|V, head, token, dim]         contiguous, in the receiving cache's dtype
 
 Both directions copy run by run: a run is the part of one block that the unit covers. At a run of 32 tokens of 30 layers
 the copy is 0.4-0.7 MB, so the 5 microseconds of each call vanish; `index_copy_` over many small rows is five times
@@ -13,11 +13,12 @@ slower on CPU.
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import Dtype, KVLayout
+from kv_transfer.layout import Dtype, KeyOrder, KVLayout
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -39,29 +40,52 @@ def touched_blocks(blocks: Sequence[int], block_tokens: int, first_token: int, n
     return tuple(blocks[first_token // block_tokens : -(-(first_token + num_tokens) // block_tokens)])
 
 
+class CacheView(NamedTuple):
+    """A cache as both of its halves look to a copy: `[layers, blocks, num_kv_heads, block_tokens, head_dim]` each."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def block_tokens(self) -> int:
+        return self.values.shape[3]
+
+
+def view_cache(data: Tensor, keys: KeyOrder = "token_major") -> CacheView:
+    """Views of `data` `[layers, blocks, 2, num_kv_heads, block_tokens, head_dim]`, whatever the order of K in a
+    block."""
+    key_half, value_half = data[:, :, 0], data[:, :, 1]
+    if keys == "dim_major":
+        layers, blocks, heads, block_tokens, head_dim = key_half.shape
+        key_half = key_half.view(layers, blocks, heads, head_dim, block_tokens).transpose(-1, -2)
+    return CacheView(key_half, value_half)
+
+
 def gather_unit(
-    data: Tensor, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int,
+    cache: CacheView, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """A fresh contiguous unit `[num_layers, 2, num_kv_heads, num_tokens, head_dim]` in `dtype` (default: the cache's).
 
-    `data` is `[layers, blocks, 2, num_kv_heads, block_tokens, head_dim]`; `blocks` is the request's block table from
-    token 0.
+    `blocks` is the request's block table from token 0.
     """
-    _, _, _, num_heads, block_tokens, head_dim = data.shape
-    unit = torch.empty((num_layers, 2, num_heads, num_tokens, head_dim), dtype=dtype or data.dtype, device=data.device)
-    layers = data[first_layer : first_layer + num_layers]
+    _, _, num_heads, block_tokens, head_dim = cache.values.shape
+    shape = (num_layers, 2, num_heads, num_tokens, head_dim)
+    unit = torch.empty(shape, dtype=dtype or cache.values.dtype, device=cache.values.device)
+    layers = slice(first_layer, first_layer + num_layers)
     for block, slot, offset, count in iterate_runs(blocks, block_tokens, first_token, num_tokens):
-        unit[:, :, :, offset : offset + count].copy_(layers[:, block, :, :, slot : slot + count])
+        for half, stored in enumerate(cache):
+            unit[:, half, :, offset : offset + count].copy_(stored[layers, block, :, slot : slot + count])
     return unit
 
 
-def scatter_unit(data: Tensor, blocks: Sequence[int], unit: Tensor, first_token: int, first_layer: int) -> None:
+def scatter_unit(cache: CacheView, blocks: Sequence[int], unit: Tensor, first_token: int, first_layer: int) -> None:
     """Writes a unit into the cache; the inverse of `gather_unit`. Slots outside the unit's tokens stay untouched."""
     num_layers, _, _, num_tokens, _ = unit.shape
-    layers = data[first_layer : first_layer + num_layers]
-    for block, slot, offset, count in iterate_runs(blocks, data.shape[4], first_token, num_tokens):
-        layers[:, block, :, :, slot : slot + count].copy_(unit[:, :, :, offset : offset + count])
+    layers = slice(first_layer, first_layer + num_layers)
+    for block, slot, offset, count in iterate_runs(blocks, cache.block_tokens, first_token, num_tokens):
+        for half, stored in enumerate(cache):
+            stored[layers, block, :, slot : slot + count].copy_(unit[:, half, :, offset : offset + count])
 
 
 def as_bytes(unit: Tensor) -> Tensor:

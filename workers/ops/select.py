@@ -25,8 +25,7 @@ def select_ops(wanted: BackendName, num_threads: int) -> Choice:
         case "native":
             from workers.ops.native import NativeOps  # its library is loaded only where it is used
 
-            # Transfers copy K token-major; the kernels read it either way.
-            ops = NativeOps(num_threads, key_is_dim_major=False)
+            ops = NativeOps(num_threads)
             return Choice(ops, f"native: {ops.level} kernels, {num_threads} threads")
         case "reference":
             from workers.ops.reference import ReferenceOps

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kv_transfer.layout import Dtype, KVLayout
+from kv_transfer.layout import Dtype, KeyOrder, KVLayout
 from workers.errors import ModelRefused
 from workers.model.arch import read_config
 from workers.model.build import WeightMode, load_decoder
@@ -81,5 +81,7 @@ def _load_ours(settings: RunnerSettings, progress: Progress) -> Chosen:
     progress("warming up", 0.0)
     prove_model(model)
     spec = model.spec
-    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, settings.block_tokens, settings.kv_dtype)
+    keys: KeyOrder = "dim_major" if ops.key_is_dim_major else "token_major"
+    shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    layout = KVLayout(*shape, settings.block_tokens, settings.kv_dtype, keys)
     return Chosen(ModelRunner(model, PagedKVCache(layout, settings.num_blocks)), choice.reason)

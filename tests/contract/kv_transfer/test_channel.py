@@ -39,7 +39,7 @@ from kv_transfer.messages import (
     SessionHello,
     Unit,
 )
-from kv_transfer.staging import gather_unit
+from kv_transfer.staging import gather_unit, view_cache
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.select import make_transport
 from kv_transfer.wire import Connection, KeyRing, client_steps, dial
@@ -124,8 +124,8 @@ async def receive_forever(connection: Connection) -> None:
 
 
 def is_equal(channel: Channel, skip: int = 0) -> bool:
-    wanted = gather_unit(channel.source, SOURCE_BLOCKS, skip, TOKENS - skip, 0, 4, torch.bfloat16)
-    return torch.equal(gather_unit(channel.target, TARGET_BLOCKS, skip, TOKENS - skip, 0, 4), wanted)
+    wanted = gather_unit(view_cache(channel.source), SOURCE_BLOCKS, skip, TOKENS - skip, 0, 4, torch.bfloat16)
+    return torch.equal(gather_unit(view_cache(channel.target), TARGET_BLOCKS, skip, TOKENS - skip, 0, 4), wanted)
 
 
 @pytest.mark.parametrize("verify", ["full", "off"])
@@ -145,8 +145,8 @@ def test_a_prompt_is_handed_over(name: str, skip: int, verify: str):
         assert is_equal(channel, skip)
         if skip:
             assert torch.equal(
-                gather_unit(channel.target, TARGET_BLOCKS, 0, skip, 0, 4),
-                gather_unit(before, TARGET_BLOCKS, 0, skip, 0, 4),
+                gather_unit(view_cache(channel.target), TARGET_BLOCKS, 0, skip, 0, 4),
+                gather_unit(view_cache(before), TARGET_BLOCKS, 0, skip, 0, 4),
             )
         assert [type(e) for e in channel.sent] == [PeerUp, Granted, Adopted]
         assert [type(e) for e in channel.received] == [SourceUp, Arrived]

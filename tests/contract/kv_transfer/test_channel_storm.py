@@ -18,7 +18,7 @@ import torch
 from kv_transfer.channel import Adopted, Arrived, BlocksProven, Granted, KVReceiver, KVSender, KVSource, TransferFailed
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import KVIdentity, TransferKey
-from kv_transfer.staging import gather_unit
+from kv_transfer.staging import gather_unit, view_cache
 from kv_transfer.transports.select import make_transport
 from kv_transfer.wire import KeyRing
 
@@ -69,8 +69,8 @@ class Decode:
             self.drop(event.key)
         elif isinstance(event, Arrived) and (held := self.held.pop(event.key, None)) is not None:
             self.num_arrived += 1
-            wanted = gather_unit(self.source, held.source_blocks, 0, TOKENS, 0, 4)
-            assert torch.equal(gather_unit(self.target, held.blocks, 0, TOKENS, 0, 4), wanted)
+            wanted = gather_unit(view_cache(self.source), held.source_blocks, 0, TOKENS, 0, 4)
+            assert torch.equal(gather_unit(view_cache(self.target), held.blocks, 0, TOKENS, 0, 4), wanted)
             self.give(held.blocks)
 
 

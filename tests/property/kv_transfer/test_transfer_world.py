@@ -31,7 +31,7 @@ from kv_transfer.errors import TransferError
 from kv_transfer.lane import WINDOW
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import SESSION_CODEC, KVIdentity, TransferKey, Unit
-from kv_transfer.staging import gather_unit, scatter_unit
+from kv_transfer.staging import CacheView, gather_unit, scatter_unit, view_cache
 from kv_transfer.wire import KeyRing
 
 LAYERS, HEADS, DIM, TOKENS = 2, 1, 2, 7
@@ -141,8 +141,10 @@ class World:
 
     def check_content(self, course: Course) -> None:
         count = TOKENS - course.skip_tokens
-        wanted = gather_unit(self.source, course.source_blocks, course.skip_tokens, count, 0, LAYERS)
-        assert torch.equal(gather_unit(self.target, course.target_blocks, course.skip_tokens, count, 0, LAYERS), wanted)
+        wanted = gather_unit(view_cache(self.source), course.source_blocks, course.skip_tokens, count, 0, LAYERS)
+        assert torch.equal(
+            gather_unit(view_cache(self.target), course.target_blocks, course.skip_tokens, count, 0, LAYERS), wanted
+        )
 
     def release(self, blocks: tuple[int, ...]) -> None:
         for block in blocks:
@@ -158,7 +160,7 @@ class World:
         assert set(quarantined) <= set(course.target_blocks)
         self.release(tuple(block for block in course.target_blocks if block not in quarantined))
 
-    # --- steps: each returns False when it is not possible now ---
+    # --- steps: each returns False when it is not possible now ------------------------------------------------------
 
     def begin(self, course: Course) -> bool:
         if course.has_begun or course.is_aborted:
@@ -317,14 +319,14 @@ HARMFUL = (
 def run_world(seed: int, script: SCRIPT) -> World:
     world = World(seed)
 
-    def scatter(data: Tensor, blocks: tuple[int, ...], unit: Tensor, first_token: int, first_layer: int) -> None:
-        size = data.shape[4]
+    def scatter(cache: CacheView, blocks: tuple[int, ...], unit: Tensor, first_token: int, first_layer: int) -> None:
+        size = cache.block_tokens
         world.in_write = tuple(blocks[first_token // size : -(-(first_token + unit.shape[3]) // size)])
         for half in (0, 1):
             assert not set(world.in_write) & set(world.free), "a unit is written into a block that was taken back"
             if half == 0 and world.during_write is not None:
                 world.during_write()
-        scatter_unit(data, blocks, unit, first_token, first_layer)
+        scatter_unit(cache, blocks, unit, first_token, first_layer)
         world.in_write = ()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -202,7 +202,7 @@ def test_the_secret_file_is_private_and_malformed_ones_are_refused(tmp_path: Pat
             KeyRing.load(path)
 
 
-# --- over sockets -----------------------------------------------------------------------------------------------------
+# --- over sockets ---------------------------------------------------------------------------------------------------
 
 
 async def serve_once(ring: KeyRing, handler):
