@@ -9,6 +9,7 @@ import pytest
 PROGRAM = """
 import os, signal, sys, time
 from cluster import ending
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it, as nohup does
 ending.ORDERLY_END_S = 0.3
 end = ending.Ending(lambda: print("hard end", flush=True))
 end.watch()
