@@ -9,7 +9,6 @@ import pytest
 PROGRAM = """
 import os, signal, sys, time
 from cluster import ending
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it, as nohup does
 ending.ORDERLY_END_S = 0.3
 end = ending.Ending(lambda: print("hard end", flush=True))
 end.watch()
@@ -38,7 +37,8 @@ except ending.EndRequested as asked:
     ],
 )
 def test_each_signal(number, how, told, status):
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, how], stdout=subprocess.PIPE, text=True) as program:
+    heard = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n{PROGRAM}"  # whoever tests may ignore it
+    with subprocess.Popen([sys.executable, "-c", heard, how], stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout.readline() == "up\n"
         program.send_signal(number)
         assert program.communicate(timeout=10)[0] == told
