@@ -16,7 +16,7 @@ import torch
 from kv_transfer.channel import Adopted, Arrived, BlocksProven, KVReceiver, KVSender, KVSource
 from kv_transfer.layout import KVLayout, plan_units
 from kv_transfer.messages import KVIdentity
-from kv_transfer.staging import gather_unit, scatter_unit
+from kv_transfer.staging import gather_unit, scatter_unit, view_cache
 from kv_transfer.transports import gloo
 from kv_transfer.transports.select import make_transport
 from kv_transfer.wire import KeyRing
@@ -38,12 +38,12 @@ def make_cache(layout: KVLayout, num_blocks: int) -> torch.Tensor:
 
 
 def fill(data: torch.Tensor, blocks: list[int], unit: torch.Tensor) -> None:
-    scatter_unit(data, blocks, unit, 0, 0)
+    scatter_unit(view_cache(data), blocks, unit, 0, 0)
 
 
 def is_content(data: torch.Tensor, blocks: list[int], unit: torch.Tensor) -> bool:
     layers, _, _, tokens, _ = unit.shape
-    return torch.equal(gather_unit(data, blocks, 0, tokens, 0, layers).to(torch.float32), unit)
+    return torch.equal(gather_unit(view_cache(data), blocks, 0, tokens, 0, layers).to(torch.float32), unit)
 
 
 class Peer:
