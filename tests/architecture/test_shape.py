@@ -105,9 +105,12 @@ def test_paths_named_in_docs_exist() -> None:
     assert [f"{p.relative_to(ROOT)}: {name}" for p, name in named if not (ROOT / name).exists()] == []
 
 
-def test_no_machine_path_or_registry_in_tracked_files() -> None:
+def test_no_path_of_this_machine_in_tracked_files() -> None:
+    """Neither where this checkout stands nor the home of whoever runs the tests, whatever they are called."""
+    places = {f"{place}/" for place in (ROOT, Path.home()) if len(place.parts) > 1}
+    patterns = [part for place in sorted(places) for part in ("-e", place)]
     found = subprocess.run(
-        ["git", "grep", "-nIE", r"/root/|/work/|pypi\.org|files\.pythonhosted", "--", ".", ":!tests/architecture"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["git", "grep", "-nIF", *patterns, "--", "."], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert places
     assert found.stdout == ""

@@ -42,7 +42,7 @@ class RunnerSettings:
 class Chosen:
     runner: ModelRunner
     how: str
-    """What computes, for the log and for the digest of what may be mixed."""
+    """What computes and why, for the log."""
 
 
 def choose_runner(settings: RunnerSettings, progress: Progress = ignore_progress) -> Chosen:
