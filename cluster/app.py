@@ -26,8 +26,8 @@ MAX_ONGOING_REQUESTS = 10_000
 """Serve's own bound of requests in an ingress; the router's queue bound is far below."""
 MAX_START_ATTEMPTS = 3
 
+DRAIN_SLACK_S = 30.0
 LIFETIME: dict[str, Any] = {
-    "graceful_shutdown_timeout_s": 5.0,
     "graceful_shutdown_wait_loop_s": 0.1,
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 3.0,
@@ -45,7 +45,7 @@ def build_app(
     parts = parts or Parts()
     pools: dict[str, serve.Application] = {}
     for role, pool in pool_sizes(plan.config):
-        deployment = _pool_deployment(role, pool.replicas)
+        deployment = _pool_deployment(role, pool.replicas, plan.config.drain_timeout_s)
         config = replica_config(plan, role, secret_path)
         pools[role] = deployment.bind(config, parts.make_leader, pools.get("prefill"), log_folder)
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
@@ -53,17 +53,19 @@ def build_app(
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=DRAIN_SLACK_S,
         **LIFETIME,
     )
     return ingress.bind(router_config(plan), str(secret_path), parts.make_router, list(pools.values()), log_folder)
 
 
-def _pool_deployment(role: Role, replicas: int) -> serve.Deployment:
+def _pool_deployment(role: Role, replicas: int, drain_timeout_s: float) -> serve.Deployment:
     return serve.deployment(PoolReplica).options(
         name=role,
         num_replicas=replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         request_router_config=membership_config(),
+        graceful_shutdown_timeout_s=drain_timeout_s + DRAIN_SLACK_S,
         **LIFETIME,
     )

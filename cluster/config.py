@@ -119,7 +119,7 @@ class ClusterConfig(StrictModel):
     transfer: TransferConfig = TransferConfig()
     targets: TargetsConfig = TargetsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
-    drain_timeout_s: Annotated[float, Field(ge=0, le=3600, strict=False)] = 3.0
+    drain_timeout_s: Annotated[float, Field(ge=0, le=3600, strict=False)] = 120.0
     """How long a worker that is asked to end lets its streams run."""
 
     @model_validator(mode="after")

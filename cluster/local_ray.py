@@ -72,7 +72,7 @@ def deploy(app: Any, name: str) -> None:
     from ray import serve
 
     try:
-        serve.run(app, name=name, route_prefix="/")
+        serve.run(app, name=name, route_prefix="/", external_scaler_enabled=True)
     except RuntimeError as error:
         raise DeploymentFailed(_collect_reasons(name) or str(error)) from None
 

@@ -223,6 +223,7 @@ class KVReceiver:
 
         async def lane_arrives() -> tuple[Connection, bytes]:
             lane = secrets.token_bytes(8)
+            _log.info("opening lane %s to prefill worker %x", lane.hex()[:8], source.incarnation)
             hello = IDENTITY_CODEC.encode(LaneHello(self._identity.incarnation, session, lane, 0, 0))
             steps = client_steps(self._ring, LANE_PLANE, hello, check)
             return await dial(source.host, source.port, steps, LANE_CODEC.max_frame_bytes), lane

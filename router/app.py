@@ -23,6 +23,7 @@ from router.inbox import Inbox
 from router.link import LinkFacts, WorkerLink
 from router.openai.models import check_model, describe_model
 from router.pipeline import Pipeline
+from router.resize import Resize, read_resize
 from router.status import describe_worker, find_missing
 from router.text.tokenizer import Tokenizer
 from workers.protocol import WorkerEndpoint, mint_incarnation
@@ -31,14 +32,16 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 ENDING_S = 1.0
 """Clients get this long to take the error event that ends their stream."""
+SCALE_BODY_BYTES = 4096
+SCALE_BODY_S = 5.0
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class Router:
     """One ingress. All methods on one event loop; `start` once, `close` once."""
 
-    def __init__(self, config: RouterConfig, ring: KeyRing) -> None:
-        self._config, self._clock = config, time.monotonic
+    def __init__(self, config: RouterConfig, ring: KeyRing, resize: Resize | None = None) -> None:
+        self._config, self._clock, self._resize = config, time.monotonic, resize
         self._created = int(time.time())
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,6 +70,7 @@ class Router:
             "/version": {"GET": self._version},
             "/baton/status": {"GET": self._status},
             "/baton/explain": {"POST": self._explain},
+            "/baton/scale": {"POST": self._scale},
         }
 
     async def start(self) -> None:
@@ -219,6 +223,14 @@ class Router:
 
     async def _status(self, exchange: Exchange) -> None:
         await exchange.send_json(200, self.status())
+
+    async def _scale(self, exchange: Exchange) -> None:
+        if self._resize is None:
+            raise ApiError("not_found", "Nothing here can change the size of a pool.")
+        pool, replicas = read_resize(await exchange.read_body(SCALE_BODY_BYTES, SCALE_BODY_S))
+        await self._resize(pool, replicas)
+        logger.info("pool %s is to have %d replicas", pool, replicas)
+        await exchange.send_json(200, {"pool": pool, "replicas": replicas})
 
     # --- tasks ------------------------------------------------------------------------------------------------------
 

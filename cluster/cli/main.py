@@ -5,7 +5,7 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 
-from cluster.cli import chat, explain, fetch, serve, settings, status
+from cluster.cli import chat, explain, fetch, scale, serve, settings, status
 from cluster.cli.client import ServerUnreachable
 from cluster.local_ray import DeploymentFailed
 from cluster.model_store import ModelUnavailable
@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   baton serve                               start the cluster on this machine
   baton chat                                talk to it, from another terminal
   baton explain "Why is the sky blue?"      follow one request through every stage
+  baton scale decode 3                      three decode workers instead of one
   baton config                              every setting and why
 
 Each command has its own help: baton COMMAND --help
@@ -49,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     settings.add_config_parser(commands)
     settings.add_validate_parser(commands)
     status.add_parser(commands)
+    scale.add_parser(commands)
     fetch.add_parser(commands)
     return parser
 

@@ -13,6 +13,7 @@ from cluster.logs import open_log
 from cluster.loopback import move_replica_listener
 from kv_transfer.wire import KeyRing
 from router.config import RouterConfig
+from router.resize import Resize
 from workers.protocol import WorkerEndpoint
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ class IngressRouter(Protocol):
     async def close(self) -> None: ...
 
 
-MakeRouter = Callable[[RouterConfig, KeyRing], IngressRouter]
+MakeRouter = Callable[[RouterConfig, KeyRing, Resize], IngressRouter]
 
 
-def load_router(config: RouterConfig, ring: KeyRing) -> IngressRouter:
+def load_router(config: RouterConfig, ring: KeyRing, resize: Resize) -> IngressRouter:
     """The real router with its tokenizer loaded."""
     from router.app import Router
 
-    return Router(config, ring)
+    return Router(config, ring, resize)
 
 
 class Ingress:
@@ -63,10 +64,12 @@ class Ingress:
         log_folder: str = "",
     ) -> None:
         from cluster.membership import watch
+        from cluster.scaling import PoolScaler
 
         open_log(log_folder, f"ingress-{os.getpid()}")
         move_replica_listener()
-        self._router = await asyncio.to_thread(make_router, config, KeyRing.load(Path(secret_path)))
+        scaler = PoolScaler([handle.deployment_name for handle in pools])
+        self._router = await asyncio.to_thread(make_router, config, KeyRing.load(Path(secret_path)), scaler.resize)
         await self._router.start()
         self._loop = asyncio.get_running_loop()
         self._workers: dict[str, tuple[WorkerEndpoint, ...]] = {}

@@ -130,6 +130,7 @@ _CODES = {
     "finite_number": "invalid_value",
 }
 _Body = TypeVar("_Body", bound=SamplingBody)
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def parse_json_object(raw: bytes) -> dict[str, JsonValue]:
@@ -149,16 +150,21 @@ def parse_body(cls: type[_Body], document: dict[str, JsonValue]) -> _Body:
     """A checked body with every unbuilt field at its neutral value. Raises `ApiError` that names the first field at
     fault.
     """
-    try:
-        body = cls.model_validate(document)
-    except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=True, include_input=False)[0]) from None
+    body = check_fields(cls, document)
     refuse_unbuilt(body, "")
     if body.stream_options is not None and not body.stream:
         raise ApiError(
             "invalid_request", "'stream_options' is only allowed when 'stream' is true.", param="stream_options"
         )
     return body
+
+
+def check_fields(cls: type[_Model], document: dict[str, JsonValue]) -> _Model:
+    """The document as `cls`. Raises `ApiError` that names the first field at fault."""
+    try:
+        return cls.model_validate(document)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=True, include_input=False)[0]) from None
 
 
 def refuse_unbuilt(body: BaseModel, prefix: str) -> None:

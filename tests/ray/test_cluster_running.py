@@ -99,3 +99,17 @@ def test_the_secret_is_in_no_argument_and_no_environment(served):
     for process in served.processes():
         assert secret not in " ".join(process.cmdline())
         assert secret not in " ".join(process.environ().values())
+
+
+def test_a_pool_grows_and_shrinks_by_hand_and_everybody_hears(served):
+    before = wait_for("the membership", lambda: is_complete(served))
+
+    def sources() -> list[list[int]]:
+        return [worker["sources"] for worker in served.get("/workers") if worker["role"] == "decode"]
+
+    served.get("/scale/prefill/3")
+    wait_for("decode hears of three", lambda: [len(known) for known in sources()] == [3], 60)
+    assert workers(served)["decode"]["pid"] == before["decode"]["pid"]
+    served.get("/scale/prefill/1")
+    wait_for("decode hears of one", lambda: [len(known) for known in sources()] == [1], 60)
+    wait_for("two are gone", lambda: [w["role"] for w in served.get("/workers")].count("prefill") == 1)

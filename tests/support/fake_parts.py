@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kv_transfer.wire import KeyRing
 from router.config import RouterConfig
+from router.resize import Resize
 from workers.protocol import WorkerEndpoint, mint_incarnation
 from workers.replica.config import ReplicaConfig
 
@@ -53,10 +54,11 @@ def make_broken_leader(config: ReplicaConfig) -> FakeLeader:
 
 class FakeRouter:
     """/ready, /workers (what the membership says, each worker asked for its pid and sources), /stream (ends when
-    told).
+    told), /scale/POOL/N.
     """
 
-    def __init__(self, config: RouterConfig, ring: KeyRing) -> None:
+    def __init__(self, config: RouterConfig, ring: KeyRing, resize: Resize) -> None:
+        self._resize = resize
         self._workers: list[WorkerEndpoint] = []
         self._ended = asyncio.Event()
 
@@ -77,6 +79,8 @@ class FakeRouter:
         if scope["path"] == "/stream":
             await self._stream(send)
             return
+        if scope["path"].startswith("/scale/"):
+            await self._resize(scope["path"].split("/")[2], int(scope["path"].split("/")[3]))
         body = json.dumps([await self._ask(worker) for worker in self._workers] if scope["path"] == "/workers" else {})
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": body.encode()})
@@ -101,5 +105,5 @@ class FakeRouter:
         return {"role": worker.role, "incarnation": worker.incarnation, **answer}
 
 
-def make_fake_router(config: RouterConfig, ring: KeyRing) -> FakeRouter:
-    return FakeRouter(config, ring)
+def make_fake_router(config: RouterConfig, ring: KeyRing, resize: Resize) -> FakeRouter:
+    return FakeRouter(config, ring, resize)

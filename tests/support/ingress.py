@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from router.app import Router
 from router.config import RouterConfig
+from router.resize import Resize
 from tests.support.fake_worker import MODEL_ID, FakePair, make_ring, running_pair
 from tests.support.tiny_tokenizer import write_model_folder
 
@@ -56,11 +57,13 @@ def parse_events(text: str) -> list[object]:
 
 
 @contextlib.asynccontextmanager
-async def running_ingress(folder: Path, *, ready: bool = True, **config: object) -> AsyncIterator[Ingress]:
+async def running_ingress(
+    folder: Path, *, ready: bool = True, resize: Resize | None = None, **config: object
+) -> AsyncIterator[Ingress]:
     write_model_folder(folder)
     settings = dataclasses.replace(RouterConfig(model_id=MODEL_ID, model_path=str(folder)), **config)
     async with running_pair() as pair:
-        router = Router(settings, make_ring())
+        router = Router(settings, make_ring(), resize)
         await router.start()
         router.set_workers(pair.endpoints)
         server = uvicorn.Server(uvicorn.Config(router.app, log_config=None, lifespan="off"))

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from kv_transfer.channel import KVReceiver, KVSender
 from kv_transfer.events import KVSource
 from kv_transfer.messages import KVIdentity
+from kv_transfer.pairing import choose_sources
 from kv_transfer.transports.select import make_transport
 from kv_transfer.wire import KeyRing
 from workers.engine.engine import Engine
@@ -139,7 +140,7 @@ class Leader:
     def set_sources(self, sources: Sequence[KVSource]) -> None:
         """The prefill workers of the membership; decode dials new ones ahead of any request. Thread-safe."""
         if self._receiver is not None:
-            self._receiver.set_sources(sources)
+            self._receiver.set_sources(choose_sources(self.incarnation, sources))
 
     def health(self) -> str | None:
         """None, or what is wrong with this worker in one sentence. Thread-safe."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from router.errors import ApiError
 from tests.support.fake_worker import MODEL_ID, prompt_of
 from tests.support.ingress import chat_body, parse_events, running_ingress
 from workers.protocol import Generate
@@ -254,5 +255,44 @@ def test_explain_tells_every_stage(tmp_path: Path) -> None:
                 "/baton/explain", json=chat_body(), headers={"origin": "http://evil.example"}
             )
             assert refused.status_code == 403
+
+    asyncio.run(story())
+
+
+def test_a_pool_is_resized_by_whoever_was_given_for_it(tmp_path: Path) -> None:
+    asked: list[tuple[str, int]] = []
+
+    async def resize(pool: str, replicas: int) -> None:
+        if pool == "nope":
+            raise ApiError("invalid_request", "There is no pool 'nope'.", param="pool")
+        asked.append((pool, replicas))
+
+    async def story() -> None:
+        async with running_ingress(tmp_path, resize=resize) as ingress:
+            answer = await ingress.client.post("/baton/scale", json={"pool": "decode", "replicas": 3})
+            assert (answer.status_code, answer.json()) == (200, {"pool": "decode", "replicas": 3})
+            for body, param in (
+                ({"pool": "nope", "replicas": 3}, "pool"),
+                ({"pool": "decode", "replicas": 0}, "replicas"),
+                ({"pool": "decode", "replicas": 65}, "replicas"),
+                ({"pool": "decode", "replicas": "3"}, "replicas"),
+                ({"pool": "decode"}, "replicas"),
+                ({"pool": "decode", "replicas": 3, "now": True}, "now"),
+            ):
+                refused = await ingress.client.post("/baton/scale", json=body)
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), body
+            foreign = {"origin": "http://evil.example"}
+            refused = await ingress.client.post("/baton/scale", json={"pool": "decode", "replicas": 2}, headers=foreign)
+            assert refused.status_code == 403
+        assert asked == [("decode", 3)]
+
+    asyncio.run(story())
+
+
+def test_without_anybody_to_resize_pools_the_route_says_so(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with running_ingress(tmp_path) as ingress:
+            answer = await ingress.client.post("/baton/scale", json={"pool": "decode", "replicas": 3})
+            assert answer.status_code == 404
 
     asyncio.run(story())

@@ -13,7 +13,7 @@ from cluster.cli.main import main
 from cluster.cli.progress import Terminal
 from cluster.cli.status import render_status
 
-COMMANDS = ["serve", "chat", "explain", "config", "validate", "status", "fetch"]
+COMMANDS = ["serve", "chat", "explain", "config", "validate", "status", "scale", "fetch"]
 
 
 def test_the_commands_are_frozen(capsys):
