@@ -1,7 +1,8 @@
 """The one queue and the door in front of it. Pure: the clock is the caller's.
 
-First come, first served by arrival, also for a request that comes back from a refusal: it stands where it stood. Each
-waiting request carries the label of what it waits for, which is what the pools scale on.
+First come, first served by arrival, where each level of priority counts as PRIORITY_S of waiting; also for a request
+that comes back from a refusal: it stands where it stood. Each waiting request
+carries the label of what it waits for, which is what the pools scale on.
 """
 
 import bisect

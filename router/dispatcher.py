@@ -119,8 +119,9 @@ class Dispatcher:
         """Places the queue's head while there is room for it, in order of arrival."""
         while (stream := self.queue.head()) is not None:
             workers, need = self.snapshots(), self._need(stream)
-            if need.num_known >= (pool_tokens(workers) or MAX_TOKENS + 1):
-                message = f"The prompt's {need.num_known} tokens fit no worker's KV cache."
+            limit = pool_tokens(workers) or MAX_TOKENS + 1
+            if need.num_known >= limit:
+                message = f"The prompt's {need.num_known} tokens fit no worker: the limit with one more is {limit}."
                 self._end(stream, ApiError("context_length", message), "retry")
                 continue
             route = decide_route(workers, need, self._config.disaggregation, self._draw)
@@ -170,7 +171,16 @@ class Dispatcher:
             stream.spent, stream.needs_local = verdict.spent, verdict.is_local
             self.give_back(stream, failure, None)
         else:
-            self._end(stream, verdict, _ABORT_REASONS.get(failure, "retry"))
+            self._end(stream, self._refine(stream, failure, verdict), _ABORT_REASONS.get(failure, "retry"))
+
+    def _refine(self, stream: LiveStream, failure: Failure, error: ApiError) -> ApiError:
+        """A worker's refusal, which names nothing, with the request's size and the pools' limit."""
+        if failure != "invalid":
+            return error
+        known, limit = stream.num_prompt + len(stream.tokens), pool_tokens(self.snapshots())
+        return ApiError(
+            error.kind, f"{error.message} It has {known} tokens; the pools hold {limit or 0} of one request."
+        )
 
     def give_back(self, stream: LiveStream, why: Failure, label: WaitLabel | None) -> None:
         """Ends the attempt on both workers and puts the stream back where it stood in the queue."""
@@ -222,7 +232,8 @@ class Dispatcher:
     def _need(self, stream: LiveStream) -> Need:
         remaining = stream.sampling.max_tokens - len(stream.tokens)
         local: LocalReason = "fallback" if stream.needs_local else "none"
-        return Need(stream.num_prompt + len(stream.tokens), remaining, local, frozenset(stream.avoid))
+        known = stream.num_prompt + len(stream.tokens)
+        return Need(known, remaining, local, frozenset(stream.avoid), stream.names)
 
     def current(self, stream_id: bytes, attempt: int) -> LiveStream | None:
         """The open stream of this attempt; None for anything stale."""

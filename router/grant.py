@@ -17,7 +17,7 @@ def make_generate(stream: LiveStream, dispatch: int, now: float) -> Generate:
         stream=stream.id,
         attempt=stream.attempt,
         dispatch=dispatch,
-        waited_ms=_milliseconds(now - stream.marks.queued),
+        waited_ms=_milliseconds(stream.waited_s(now)),
         source=place.prefill or 0,
         local=place.local,
         prompt=stream.packed_prompt,
@@ -26,6 +26,8 @@ def make_generate(stream: LiveStream, dispatch: int, now: float) -> Generate:
         first_token_ms=_milliseconds(due.first_token_at - now),
         progress_ms=_milliseconds(due.progress_s),
         explain=stream.explain is not None,
+        tenant=stream.standing.tenant,
+        priority=stream.standing.priority,
     )
 
 
@@ -35,7 +37,7 @@ def make_prefill(stream: LiveStream, dispatch: int, skip_tokens: int, now: float
         stream=stream.id,
         attempt=stream.attempt,
         dispatch=dispatch,
-        waited_ms=_milliseconds(now - stream.marks.queued),
+        waited_ms=_milliseconds(stream.waited_s(now)),
         decode=stream.placement.decode,
         skip_tokens=skip_tokens,
         prompt=stream.packed_prompt,
@@ -43,4 +45,6 @@ def make_prefill(stream: LiveStream, dispatch: int, skip_tokens: int, now: float
         sampling=stream.sampling,
         first_token_ms=_milliseconds(stream.deadlines.first_token_at - now),
         explain=stream.explain is not None,
+        tenant=stream.standing.tenant,
+        priority=stream.standing.priority,
     )

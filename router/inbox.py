@@ -15,6 +15,7 @@ from router.worker_view import WaitLabel
 from workers.protocol import (
     Accept,
     Busy,
+    Cache,
     Delta,
     End,
     Explain,
@@ -101,7 +102,7 @@ class Inbox:
                 self._on_failed(link, message)
             case Explain():
                 self._on_explain(message)
-            case Heartbeat():
+            case Heartbeat() | Cache():
                 pass
             case _ as never:
                 assert_never(never)

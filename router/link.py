@@ -21,6 +21,7 @@ from workers.protocol import (
     IDENTITY_CODEC,
     LOST_S,
     SUSPECT_S,
+    Cache,
     DownMessage,
     Heartbeat,
     IngressIdentity,
@@ -30,6 +31,7 @@ from workers.protocol import (
     UpMessage,
     WorkerEndpoint,
     WorkerIdentity,
+    unpack_names,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class WorkerLink:
         self._is_refusing = False
         self._num_dispatched = 0
         self._pending: deque[Dispatched] = deque(maxlen=4096)
+        self._cached: set[bytes] = set()
 
     @property
     def incarnation(self) -> int:
@@ -105,6 +108,7 @@ class WorkerLink:
             is_suspect=self.is_suspect,
             is_refusing=self._is_refusing,
             pending=tuple(self._pending),
+            cached=self._cached,
         )
 
     def next_dispatch(self, blocks: int, prompt_tokens: int) -> int:
@@ -166,6 +170,7 @@ class WorkerLink:
         self._connection, self.load, self._is_refusing = connection, None, False
         self._last_heard, self._broken_at, self._engine_idle_ms = self._clock(), None, 0
         self._pending.clear()
+        self._cached.clear()
         logger.info("worker link up role=%s worker=%x", self.endpoint.role, self.incarnation)
         self.send(Resume(self._owner.positions(self), complete=True))
         self._owner.on_up(self)
@@ -200,6 +205,11 @@ class WorkerLink:
             self.load, self._is_refusing = message, False
             while self._pending and self._pending[0].number <= message.last_dispatch:
                 self._pending.popleft()
+        elif isinstance(message, Cache):
+            if message.is_whole:
+                self._cached.clear()
+            self._cached.difference_update(unpack_names(message.removed))
+            self._cached.update(unpack_names(message.added))
 
     async def _beat(self, connection: Connection) -> None:
         while self._clock() - self._last_heard < LOST_S:

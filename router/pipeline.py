@@ -33,7 +33,7 @@ from router.openai.chat import ChatShape, parse_chat
 from router.openai.completions import CompletionShape, parse_completion
 from router.openai.models import check_model
 from router.openai.schemas import parse_json_object
-from router.stream import LiveStream, Marks
+from router.stream import LiveStream, Marks, Standing
 from router.text.stop import StopMatcher
 from router.text.templates import TemplateRefused
 from router.text.tokenizer import Tokenizer
@@ -115,7 +115,8 @@ class Pipeline:
         admission = decide_admission(self._look_at_door())
         if isinstance(admission, ApiError):
             raise admission
-        stream = LiveStream(prompt, sampling, deadlines, Marks(trail.arrived), next(self._sequence), explain)
+        standing = Standing(ask.priority, ask.tenant)
+        stream = LiveStream(prompt, sampling, deadlines, Marks(trail.arrived), next(self._sequence), explain, standing)
         trail.stream = stream
         self._dispatcher.submit(stream)
         return stream

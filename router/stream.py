@@ -16,7 +16,9 @@ from typing import Literal
 
 from router.errors import ApiError, RouterError
 from router.retry import Failure, Spent
+from workers.prefix_hash import extend_chain, root_of
 from workers.protocol import (
+    PRIORITY_S,
     DecodeTimings,
     Explain,
     FinishReason,
@@ -25,6 +27,7 @@ from workers.protocol import (
     SamplingParams,
     StreamKey,
     pack_tokens,
+    unpack_tokens,
 )
 
 StreamState = Literal["queued", "reserving", "offering", "computing", "decoding", "done"]
@@ -87,6 +90,15 @@ class Deadlines:
     total_at: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Whose request it is and how it ranks."""
+
+    priority: int = 0
+    """Higher goes first, as if it had waited PRIORITY_S longer per level."""
+    tenant: bytes = b""
+
+
 @dataclass(slots=True)
 class Placement:
     """Where the current attempt lives."""
@@ -123,12 +135,14 @@ class LiveStream:
         marks: Marks,
         sequence: int,
         explain: bool = False,
+        standing: Standing = Standing(),
     ) -> None:
         self.id = secrets.token_bytes(16)
         self.attempt = 0
+        self.standing = standing
         self.num_prompt, self.packed_prompt = len(prompt), pack_tokens(prompt)
         self.sampling, self.deadlines, self.marks = sampling, deadlines, marks
-        self.arrival = (marks.arrived, sequence)
+        self.arrival = (marks.arrived - PRIORITY_S * standing.priority, sequence)
         self.state: StreamState = "queued"
         self.placement = Placement()
         self.tokens: list[int] = []
@@ -140,6 +154,7 @@ class LiveStream:
         self.prefill_timings: PrefillTimings | None = None
         self.decode_timings: DecodeTimings | None = None
         self.explain = ExplainRecord() if explain else None
+        self._names: dict[int, list[bytes]] = {}
         self._promised: tuple[int, FinishReason] | None = None
         self._gap_asked_at: float | None = None
         self._changed = asyncio.Event()
@@ -148,6 +163,19 @@ class LiveStream:
     @property
     def key(self) -> StreamKey:
         return StreamKey(self.id, self.attempt)
+
+    def waited_s(self, now: float) -> float:
+        """Since it was queued, its priority counted as waiting."""
+        return max(0.0, now - self.marks.queued + PRIORITY_S * self.standing.priority)
+
+    def names(self, block_tokens: int) -> list[bytes]:
+        """Names of the prompt's full blocks, for the search of who has them cached; made when first asked for."""
+        names = self._names.get(block_tokens)
+        if names is None:
+            tokens, names = unpack_tokens(self.packed_prompt), []
+            extend_chain(names, root_of(self.standing.tenant), tokens, block_tokens, (len(tokens) - 1) // block_tokens)
+            self._names[block_tokens] = names
+        return names
 
     def advance(self, event: StreamEvent) -> None:
         """Moves along TRANSITIONS. Raises `StreamFault`."""

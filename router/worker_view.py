@@ -5,7 +5,7 @@ counted.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,12 @@ from workers.protocol import Load, LocalReason, Role, WorkerIdentity
 WaitLabel = Literal["decode_blocks", "prefill_time", "no_decode_worker", "no_prefill_worker", "no_lane"]
 KEEP_FREE = 0.02
 """Share of a decode pool that a grant leaves free."""
+EQUAL_SHARE = 0.1
+"""Decode workers whose shares of free blocks differ by no more count as equally loaded."""
+
+
+def _no_names(block_tokens: int) -> Sequence[bytes]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class WorkerSnapshot:
     is_refusing: bool
     """It answered BUSY and has sent no LOAD since."""
     pending: tuple[Dispatched, ...] = ()
+    cached: Set[bytes] = frozenset()
+    """Names of the blocks in its prefix cache, as far as it has said."""
 
     @property
     def can_serve(self) -> bool:
@@ -75,12 +83,22 @@ class Need:
     """Not none: the decode worker computes the prompt itself."""
     avoid: Collection[int] = ()
     """Incarnations of prefill workers that failed it; taken only when there is no other."""
+    names: Callable[[int], Sequence[bytes]] = _no_names
+    """Names of the prompt's full blocks of so many tokens."""
 
     def num_blocks(self, identity: WorkerIdentity) -> int:
         """Blocks that a decode worker reserves: what is known, and headroom where more tokens may come."""
         known = math.ceil(self.num_known / identity.block_tokens)
         possible = math.ceil((self.num_known + self.num_remaining) / identity.block_tokens) - known
         return known + min(identity.headroom_blocks, possible)
+
+    def cached_tokens(self, worker: WorkerSnapshot) -> int:
+        """Tokens of the prompt's beginning that the worker need not compute, as far as is known here."""
+        if worker.identity is None or not worker.cached:
+            return 0
+        block_tokens = worker.identity.block_tokens
+        names = self.names(block_tokens)
+        return block_tokens * next((i for i, name in enumerate(names) if name not in worker.cached), len(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +124,17 @@ def pool_tokens(workers: Sequence[WorkerSnapshot]) -> int | None:
     largest: dict[Role, int] = {}
     for worker in workers:
         if worker.identity is not None:
-            held = worker.identity.blocks_total * worker.identity.block_tokens
-            largest[worker.role] = max(largest.get(worker.role, 0), min(held, worker.identity.max_context_tokens))
+            largest[worker.role] = max(largest.get(worker.role, 0), _pool_tokens(worker.identity))
     return min(largest.values(), default=None)
+
+
+def _pool_tokens(identity: WorkerIdentity) -> int:
+    return min(identity.blocks_total * identity.block_tokens, identity.max_context_tokens)
+
+
+def _can_hold(worker: WorkerSnapshot, need: Need) -> bool:
+    """Whether the request fits the worker at all, with room for an output token."""
+    return worker.identity is not None and need.num_known < _pool_tokens(worker.identity)
 
 
 def _has_blocks(worker: WorkerSnapshot, need: Need) -> bool:
@@ -129,11 +155,11 @@ def decide_route(
     decodes = [w for w in workers if w.role == decode_role and w.can_serve]
     if not decodes:
         return Wait("no_decode_worker")
-    open_decodes = [w for w in decodes if not w.is_refusing and _has_blocks(w, need)]
+    open_decodes = [w for w in decodes if not w.is_refusing and _can_hold(w, need) and _has_blocks(w, need)]
     if not open_decodes:
         return Wait("decode_blocks")
     if disaggregation == "never" or need.local != "none":
-        best = _pick(sorted(open_decodes, key=_decode_order), draw)
+        best = _pick_decode(open_decodes, need, draw)
         return _route(best, None, "local" if disaggregation == "never" else need.local, need, "computes its own prompt")
     return _decide_pair(workers, open_decodes, need, draw)
 
@@ -145,13 +171,13 @@ def _decide_pair(
     if not prefills:
         return Wait("no_prefill_worker")
     trusted = [w for w in prefills if w.incarnation not in need.avoid] or prefills
-    open_prefills = [w for w in trusted if not w.is_refusing]
+    open_prefills = [w for w in trusted if not w.is_refusing and _can_hold(w, need)]
     if not open_prefills:
         return Wait("prefill_time")
-    for prefill in _order_by_draw(sorted(open_prefills, key=lambda w: (w.queued_tokens, w.num_requests)), draw):
+    for prefill in _order_prefills(open_prefills, need, draw):
         reached = [d for d in decodes if d.load is not None and prefill.incarnation in d.load.open_lanes]
         if reached:
-            decode = _pick(sorted(reached, key=_decode_order), draw)
+            decode = _pick_decode(reached, need, draw)
             return _route(
                 decode, prefill.incarnation, "none", need, f"least loaded of {len(open_prefills)} x {len(reached)}"
             )
@@ -159,13 +185,37 @@ def _decide_pair(
 
 
 def _decode_order(worker: WorkerSnapshot) -> tuple[float, int]:
-    total = worker.identity.blocks_total if worker.identity else 1
-    return -worker.blocks_free / max(total, 1), worker.num_requests
+    return -_free_share(worker), worker.num_requests
 
 
-def _order_by_draw(ordered: Sequence[WorkerSnapshot], draw: Callable[[], float]) -> list[WorkerSnapshot]:
-    first = _pick(ordered, draw)
-    return [first, *(w for w in ordered if w is not first)]
+def _free_share(worker: WorkerSnapshot) -> float:
+    return worker.blocks_free / max(worker.identity.blocks_total, 1) if worker.identity else 0.0
+
+
+def _pick_decode(workers: Sequence[WorkerSnapshot], need: Need, draw: Callable[[], float]) -> WorkerSnapshot:
+    """Of those about as free as the freest the one with the longest cached prefix, else a draw of the best two."""
+    ordered = sorted(workers, key=_decode_order)
+    if len(ordered) == 1:
+        return ordered[0]
+    equals = [w for w in ordered if _free_share(ordered[0]) - _free_share(w) <= EQUAL_SHARE]
+    longest = max(equals, key=need.cached_tokens)
+    return longest if need.cached_tokens(longest) else _pick(ordered, draw)
+
+
+def _order_prefills(
+    workers: Sequence[WorkerSnapshot], need: Need, draw: Callable[[], float]
+) -> Sequence[WorkerSnapshot]:
+    """By the work that is done when this prompt is: queued and uncached tokens. A draw of the best two leads, unless
+    one of them has more of the prompt cached."""
+    if len(workers) == 1:
+        return workers
+    cached = {w.incarnation: need.cached_tokens(w) for w in workers}
+    ordered = sorted(workers, key=lambda w: (w.queued_tokens - cached[w.incarnation], w.num_requests))
+    first, second = ordered[:2]
+    if cached[first.incarnation] != cached[second.incarnation]:
+        return ordered
+    best = _pick(ordered, draw)
+    return [best, *(w for w in ordered if w is not best)]
 
 
 def _pick(ordered: Sequence[WorkerSnapshot], draw: Callable[[], float]) -> WorkerSnapshot:

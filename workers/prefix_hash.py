@@ -9,9 +9,7 @@ name blocks by it, and an ingress finds by it who holds a prompt's beginning (CA
 
 import hashlib
 
-from workers.protocol import pack_tokens
-
-NAME_BYTES = 16
+from workers.protocol import NAME_BYTES, pack_tokens
 
 
 def root_of(tenant: bytes) -> bytes:

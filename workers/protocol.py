@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from kv_transfer.codec import Between, Codec, Size
+from kv_transfer.errors import FrameInvalid
 
 FRONT_PLANE = "front"
 MAX_TOKENS = 1 << 17
@@ -28,6 +29,17 @@ Milliseconds = Annotated[int, Between(0, 86_400_000)]
 TokenId = Annotated[int, Between(0, (1 << 31) - 1)]
 PackedTokens = Annotated[bytes, Size(0, 4 * MAX_TOKENS)]
 """Token ids as little-endian u32, see `pack_tokens`."""
+Tenant = Annotated[bytes, Size(0, 32)]
+"""Whose cached prefixes a request may use and add to; b"" is everybody's."""
+MAX_PRIORITY = 100
+Priority = Annotated[int, Between(-MAX_PRIORITY, MAX_PRIORITY)]
+"""Higher goes first; 0 is ordinary."""
+PRIORITY_S = 8.0
+"""Each level of priority counts as this many seconds of waiting, so that nothing waits for ever."""
+NAME_BYTES = 16
+MAX_NAMES = 1024
+PackedNames = Annotated[bytes, Size(0, NAME_BYTES * MAX_NAMES)]
+"""Names of cached blocks, see `prefix_hash.py`, one after the other."""
 
 Role = Literal["prefill", "decode", "colocated"]
 WorkerState = Literal["starting", "ready", "draining", "stopped"]
@@ -67,6 +79,13 @@ def unpack_tokens(packed: bytes) -> list[int]:
     if len(packed) % 4:
         raise ValueError(f"packed token ids need a multiple of 4 bytes, got {len(packed)}")
     return list(struct.unpack(f"<{len(packed) // 4}I", packed))
+
+
+def unpack_names(packed: bytes) -> list[bytes]:
+    """Names of blocks from one frame; raises FrameInvalid when the length is no multiple of NAME_BYTES."""
+    if len(packed) % NAME_BYTES:
+        raise FrameInvalid(f"packed names need a multiple of {NAME_BYTES} bytes, got {len(packed)}")
+    return [packed[at : at + NAME_BYTES] for at in range(0, len(packed), NAME_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +159,8 @@ class Generate:
     first_token_ms: Milliseconds
     progress_ms: Milliseconds
     explain: bool = False
+    tenant: Tenant = b""
+    priority: Priority = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +178,8 @@ class Prefill:
     sampling: SamplingParams
     first_token_ms: Milliseconds
     explain: bool = False
+    tenant: Tenant = b""
+    priority: Priority = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +229,9 @@ class Accept:
     stream: StreamId
     attempt: Attempt
     skip_tokens: Count
+    """Decode: tokens of the prompt that need not be shipped, whole blocks of it, less than all."""
     cached_tokens: Count
+    """Known tokens that this worker has in its cache and will not compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +317,7 @@ class Load:
     """The newest dispatch number of this ingress that is counted in the figures below."""
     blocks_total: Count
     blocks_free: Count
+    """Blocks that a reservation can have: nobody uses them. Cached ones are among them."""
     blocks_quarantined: Count
     running: Count
     waiting: Count
@@ -303,6 +329,20 @@ class Load:
     open_lanes: Annotated[tuple[Incarnation, ...], Size(0, 256)]
     """Decode: incarnations of the prefill workers that a warmed lane reaches."""
     computed_prompt: ComputedPrompt
+    blocks_cached: Count = 0
+    """Free blocks whose content a request may still find."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """What a request may find in this worker's prefix cache, as names of blocks; a hint, for the choice of a worker.
+
+    In order: `is_whole` first forgets what was told before, then `removed` goes, then `added` comes.
+    """
+
+    is_whole: bool
+    added: PackedNames
+    removed: PackedNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,12 +371,12 @@ class IngressIdentity:
 
 FRONT_CODEC = Codec(
     Generate, Prefill, Abort, Seen, Resume, Heartbeat,
-    Accept, Busy, Tokens, PrefillEnd, End, Failed, Explain, Load,
+    Accept, Busy, Tokens, PrefillEnd, End, Failed, Explain, Load, Cache,
     max_frame_bytes=4 << 20, max_array=MAX_TOKENS,
 )  # fmt: skip
 IDENTITY_CODEC = Codec(WorkerIdentity, IngressIdentity, max_frame_bytes=8 << 10, max_array=64)
 DownMessage = Generate | Prefill | Abort | Seen | Resume | Heartbeat
-UpMessage = Accept | Busy | Tokens | PrefillEnd | End | Failed | Explain | Load | Heartbeat
+UpMessage = Accept | Busy | Tokens | PrefillEnd | End | Failed | Explain | Load | Cache | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,10 @@ class Ask:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    priority: int = 0
+    """Higher goes first."""
+    tenant: bytes = b""
+    """Whose cached prefixes may be used; digest of the client's salt."""
 
 
 @dataclass(frozen=True, slots=True)

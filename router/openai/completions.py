@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from router.errors import ApiError
 from router.openai.ask import Ask, Prompt, TextPrompt, TokenPrompt, Usage
-from router.openai.schemas import CompletionBody, parse_body, parse_stops
+from router.openai.schemas import CompletionBody, parse_body, parse_stops, tenant_of
 from workers.protocol import FinishReason
 
 DEFAULT_MAX_TOKENS = 16
@@ -31,6 +31,8 @@ def parse_completion(document: dict[str, JsonValue], max_stops: int, max_stop_ch
         stops=parse_stops(body.stop, max_stops, max_stop_chars),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        priority=-(body.priority or 0),
+        tenant=tenant_of(body),
     )
     return body.model, ask
 

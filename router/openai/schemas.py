@@ -1,9 +1,11 @@
 """The bodies that clients may send: OpenAI's fields, strict types, ranges, and errors that name the field.
 
 A field that we know and have not built is accepted at its neutral value and refused by name at any other. A field that
-nobody knows is refused. Ours beyond OpenAI's: `top_k`, `min_p`, `ignore_eos`.
+nobody knows is refused. Beyond OpenAI's, as vLLM has them: `top_k`, `min_p`, `ignore_eos`,
+`priority` (lower goes first) and `cache_salt` (cached prefixes are shared only between requests of one salt).
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
@@ -11,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from router.errors import ApiError
+from workers.protocol import MAX_PRIORITY
 
 Role = Literal["system", "developer", "user", "assistant"]
 MAX_INT64 = (1 << 63) - 1
@@ -43,6 +46,8 @@ class SamplingBody(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, JsonValue] | None = None
     user: str | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
 
 class Message(_Strict):
@@ -176,6 +181,11 @@ def refuse_unbuilt(body: BaseModel, prefix: str) -> None:
         raise ApiError(
             "unsupported", f"'{prefix}{name}' is not supported by this server yet; leave it out.", param=prefix + name
         )
+
+
+def tenant_of(body: SamplingBody) -> bytes:
+    """Whose cached prefixes this request shares: b"" without a salt, else the salt's digest."""
+    return hashlib.sha256(body.cache_salt.encode()).digest() if body.cache_salt else b""
 
 
 def find_param(location: Sequence[int | str]) -> str | None:

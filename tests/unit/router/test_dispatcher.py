@@ -7,7 +7,7 @@ from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.inbox import Inbox
 from router.retry import Spent
-from router.stream import Deadlines, Finished, LiveStream, Marks, StreamFault
+from router.stream import Deadlines, Finished, LiveStream, Marks, Standing, StreamFault
 from router.worker_view import WorkerSnapshot
 from workers.protocol import (
     Abort,
@@ -80,10 +80,13 @@ class Bench:
             self.desk.add_link(link)
         self.count = 0
 
-    def submit(self, num_prompt: int = 20) -> LiveStream:
+    def submit(self, num_prompt: int = 20, **standing: object) -> LiveStream:
         self.count += 1
         deadlines = Deadlines(self.now + 60, 30, None)
-        stream = LiveStream([7] * num_prompt, SamplingParams(max_tokens=8), deadlines, Marks(self.now), self.count)
+        stream = LiveStream(
+            [7] * num_prompt, SamplingParams(max_tokens=8), deadlines, Marks(self.now), self.count,
+            standing=Standing(**standing),  # type: ignore[arg-type]
+        )  # fmt: skip
         self.desk.submit(stream)
         return stream
 
@@ -298,6 +301,49 @@ def test_invalid_is_final_and_the_clients_fault() -> None:
     bench.failed(bench.decode, stream, "invalid")
     assert isinstance(stream.outcome, ApiError)
     assert stream.outcome.status == 400
+    message = stream.outcome.message  # type: ignore[union-attr]
+    assert "20 tokens" in message
+    assert "hold 1600" in message
+
+
+def test_tenant_and_priority_travel_to_both_workers() -> None:
+    bench = Bench()
+    stream = bench.submit(priority=3, tenant=b"t" * 32)
+    (generate,) = bench.decode.take()
+    bench.accept(bench.decode, stream)
+    (prefill,) = bench.prefill.take()
+    for message in (generate, prefill):
+        assert (message.tenant, message.priority) == (b"t" * 32, 3)  # type: ignore[union-attr]
+        assert message.waited_ms == 3 * 8000  # type: ignore[union-attr]
+
+
+def test_priority_counts_as_waiting_in_the_queue() -> None:
+    bench = Bench()
+    bench.decode.is_refusing = True
+    ordinary = bench.submit()
+    bench.now += 7.0
+    urgent, lazy = bench.submit(priority=1), bench.submit(priority=-1)
+    assert bench.desk.queue.head() is urgent
+    bench.now += 9.5
+    late = bench.submit()
+    bench.now += 7.0
+    urgent_but_late = bench.submit(priority=1)
+    assert [bench.desk.queue._waiting.index(s) for s in (urgent, ordinary, lazy, urgent_but_late, late)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert lazy.waited_s(bench.now) == 16.5 - 8
+
+
+def test_names_of_a_stream_follow_tenant_and_block_size() -> None:
+    bench = Bench()
+    stream, other = bench.submit(33), bench.submit(33, tenant=b"t")
+    assert [len(stream.names(n)) for n in (16, 32, 33, 64)] == [2, 1, 0, 0]
+    assert stream.names(16) is stream.names(16)
+    assert set(stream.names(16)).isdisjoint(other.names(16))
 
 
 def test_after_the_first_token_a_lost_worker_ends_the_answer() -> None:

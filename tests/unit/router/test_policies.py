@@ -88,6 +88,62 @@ def test_a_prefill_worker_that_failed_is_avoided_while_there_is_another() -> Non
     assert chosen.prefill == 1
 
 
+NAMES = [bytes([i]) * 16 for i in range(4)]
+
+
+def holding(snapshot: WorkerSnapshot, num_blocks: int) -> WorkerSnapshot:
+    return dataclasses.replace(snapshot, cached={*NAMES[:num_blocks], b"x" * 16})
+
+
+def test_cached_tokens_end_at_the_first_unknown_block() -> None:
+    need = Need(100, 8, names=lambda block_tokens: NAMES if block_tokens == 16 else ())
+    held = dataclasses.replace(worker(3, "decode"), cached={NAMES[0], NAMES[1], NAMES[3]})
+    assert need.cached_tokens(held) == 32
+    assert need.cached_tokens(worker(3, "decode")) == 0
+    assert need.cached_tokens(holding(worker(3, "decode"), 4)) == 64
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.99])
+def test_among_equals_the_worker_with_the_longest_prefix_is_taken(draw: float) -> None:
+    need = Need(100, 8, names=lambda block_tokens: NAMES)
+    prefills = [worker(1, "prefill"), holding(worker(2, "prefill"), 3)]
+    decodes = [worker(3, "decode"), holding(worker(4, "decode", free=95), 1), holding(worker(5, "decode", free=92), 2)]
+    chosen = route([*prefills, *decodes], need, draw=draw)
+    assert isinstance(chosen, Route)
+    assert (chosen.prefill, chosen.decode) == (2, 5)
+    alone = [dataclasses.replace(w, role="colocated") for w in decodes]
+    assert isinstance(chosen := route(alone, need, mode="never", draw=draw), Route)
+    assert chosen.decode == 5
+
+
+def test_a_prefix_does_not_outweigh_a_queue_or_a_full_pool() -> None:
+    need = Need(100, 8, names=lambda block_tokens: NAMES)
+    prefills = [worker(1, "prefill"), holding(worker(2, "prefill", queued=65), 4)]
+    decodes = [worker(3, "decode"), holding(worker(4, "decode", free=70), 4)]
+    assert isinstance(chosen := route([*prefills, *decodes], need), Route)
+    assert (chosen.prefill, chosen.decode) == (1, 3)
+
+
+def test_names_are_asked_for_only_where_there_is_a_choice() -> None:
+    def refuse(block_tokens: int) -> list[bytes]:
+        raise AssertionError("one worker of each kind")
+
+    assert isinstance(route([worker(1, "prefill"), worker(3, "decode")], Need(32, 8, names=refuse)), Route)
+    both = [holding(worker(1, "prefill"), 1), holding(worker(3, "decode"), 1)]
+    assert isinstance(route(both, Need(32, 8, names=refuse)), Route)
+
+
+def test_a_worker_that_can_never_hold_the_request_is_not_asked() -> None:
+    small = worker(1, "prefill")
+    assert small.identity is not None
+    small = dataclasses.replace(small, identity=dataclasses.replace(small.identity, blocks_total=10))
+    workers = [small, worker(2, "prefill", queued=9000), worker(3, "decode")]
+    assert isinstance(chosen := route(workers, Need(160, 8)), Route)
+    assert chosen.prefill == 2
+    assert isinstance(chosen := route(workers, Need(159, 8)), Route)
+    assert chosen.prefill == 1
+
+
 def test_a_request_alone_may_take_the_reserve() -> None:
     assert isinstance(route([worker(1, "prefill"), worker(3, "decode")], Need(96 * 16, 100)), Route)
 

@@ -90,6 +90,10 @@ def test_the_model_s_defaults_hold_where_a_request_names_none() -> None:
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"flux": 1}, "flux"),
+        ({"priority": 101}, "priority"),
+        ({"priority": 1.0}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 3}, "cache_salt"),
         ({"model": None}, "model"),
     ],
 )
@@ -98,6 +102,15 @@ def test_a_refused_chat_field_is_named(fields: dict[str, object], param: str) ->
     assert (error.status, error.param) == (400, param)
     assert error.message
     assert error.code
+
+
+def test_priority_and_salt_are_taken_as_vllm_has_them() -> None:
+    _, ask = chat(priority=-2, cache_salt="mine")
+    assert (ask.priority, len(ask.tenant)) == (2, 32), "lower goes first, higher does inside"
+    assert chat()[1].tenant == b""
+    assert chat(cache_salt="other")[1].tenant != ask.tenant
+    _, text = parse_completion({"model": "m", "prompt": "x", "priority": 5, "cache_salt": "mine"}, 4, 64)
+    assert (text.priority, text.tenant) == (-5, ask.tenant)
 
 
 def test_a_missing_field_is_named() -> None:

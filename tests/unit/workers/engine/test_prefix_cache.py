@@ -4,7 +4,8 @@ import pytest
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.prefix_cache import NULL_BLOCK, PrefixCache, first_page_seen
-from workers.prefix_hash import NAME_BYTES, extend_chain, root_of
+from workers.prefix_hash import extend_chain, root_of
+from workers.protocol import NAME_BYTES
 
 S = 4
 
