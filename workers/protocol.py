@@ -89,6 +89,12 @@ def unpack_names(packed: bytes) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenBias:
+    token: TokenId
+    bias: Annotated[float, Between(-100.0, 100.0)]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one stream draws its tokens and when it ends.
 
@@ -103,6 +109,16 @@ class SamplingParams:
     seed: Annotated[int, Between(0, (1 << 63) - 1)] = 0
     max_tokens: Annotated[int, Between(1, MAX_TOKENS)] = 16
     stop_token_ids: Annotated[tuple[TokenId, ...], Size(0, 64)] = ()
+    repetition_penalty: Annotated[float, Between(0.01, 100.0)] = 1.0
+    presence_penalty: Annotated[float, Between(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, Between(-2.0, 2.0)] = 0.0
+    logit_bias: Annotated[tuple[TokenBias, ...], Size(0, 1024)] = ()
+    min_tokens: Annotated[int, Between(0, MAX_TOKENS)] = 0
+    """No stop token comes before so many outputs."""
+    logprobs: Annotated[int, Between(-1, 20)] = -1
+    """How many of the likeliest tokens are told beside the chosen one; -1: no log probability is told."""
+    choice: Annotated[int, Between(0, 127)] = 0
+    """Which of a request's n answers this is: they share the seed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,3 +254,17 @@ int32_t baton_activate(BatonEngine *engine, int64_t activation, const float *gat
 int32_t baton_softcap(BatonEngine *engine, float *x, int64_t num_rows, int64_t width, float cap) {
     return each_row(engine, num_rows, [&](int64_t row) { engine->kernels.softcap_row(x + row * width, cap, width); });
 }
+
+int32_t baton_draw(BatonEngine *engine, const float *logits, int64_t vocab, const BatonDraw *draws, int64_t num_draws,
+                   int64_t *tokens) {
+    if (vocab < 1 || vocab > INT32_MAX) return BATON_BAD_ARGUMENT;
+    return guarded([&] {
+        engine->reserve_scratch(draw_scratch_bytes(vocab));
+        engine->pool.run([&](int thread) {
+            float *scratch = engine->scratch[thread].as<float>();
+            const Range own = share_of(num_draws, thread, engine->pool.size());
+            for (int64_t i = own.low; i < own.high; i++)
+                tokens[i] = engine->kernels.draw_row(logits + draws[i].row * vocab, vocab, draws[i], scratch);
+        });
+    });
+}

@@ -76,6 +76,13 @@ typedef struct {
     float embedding_scale, norm_eps, softcap;
 } BatonDecoder;
 
+// How one row is drawn: workers/sampling/sampler.py. temperature > 0; top_k 0, top_p 1 and min_p 0 are off.
+typedef struct {
+    int64_t row, top_k;
+    double uniform;
+    float temperature, top_p, min_p;
+} BatonDraw;
+
 // Called after each layer's K and V are written, on the calling thread; anything but 0 stops the step.
 typedef int32_t (*BatonOnLayer)(int64_t layer);
 
@@ -105,6 +112,10 @@ BATON_EXPORT int32_t baton_attend(BatonEngine *engine, const BatonAttention *att
 BATON_EXPORT int32_t baton_activate(BatonEngine *engine, int64_t activation, const float *gate_up, int64_t num_rows,
                                     int64_t width, float *out);
 BATON_EXPORT int32_t baton_softcap(BatonEngine *engine, float *x, int64_t num_rows, int64_t width, float cap);
+
+// tokens[i] is drawn from row draws[i].row of logits [rows, vocab]; each row has a finite maximum.
+BATON_EXPORT int32_t baton_draw(BatonEngine *engine, const float *logits, int64_t vocab, const BatonDraw *draws,
+                                int64_t num_draws, int64_t *tokens);
 
 // Everything `decoder` points to, norm vectors and matrices, stays the caller's and must outlive the model.
 BATON_EXPORT BatonModel *baton_make_model(BatonEngine *engine, const BatonDecoder *decoder);

@@ -59,6 +59,10 @@ Activations RoundedBuffers::view(const float *x, int64_t k) const {
 
 int64_t linear_scratch_bytes(int64_t k) { return num_groups(k) * 640 + 64; }
 
+int64_t draw_scratch_bytes(int64_t width) {
+    return round_up(width, 2 * LANES) * 4 + (width / 1024 + 1) * 8 + width * 8;  // weights, sums of blocks, candidates
+}
+
 int64_t attention_scratch_bytes(int64_t context, int64_t head_dim) {
     const int64_t columns = round_up(context, 32) + 32;
     return 4 * (MAX_ATTENTION_ROWS * head_dim + 32 * head_dim + MAX_ATTENTION_ROWS * columns) + 64;

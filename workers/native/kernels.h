@@ -2,6 +2,10 @@
 // blocks or one attention unit, on one thread. Every result row depends on its own inputs alone, in a fixed order of
 // sums: neither threads nor batch nor chunking change a bit of it.
 #pragma once
+#include <math.h>
+
+#include <algorithm>
+
 #include "abi.h"
 
 namespace baton {
@@ -77,6 +81,7 @@ struct Kernels {
     void (*store_row)(const float *head, int64_t width, bool is_bf16, void *out);
     void (*store_column)(const float *head, int64_t width, bool is_bf16, void *out, int64_t stride);
     void (*attend)(const AttentionJob &, const AttentionUnit &, float *scratch);
+    int64_t (*draw_row)(const float *logits, int64_t width, const BatonDraw &, float *scratch);
 };
 
 extern const Kernels kernels_portable;
@@ -84,9 +89,10 @@ extern const Kernels kernels_portable;
 extern const Kernels kernels_avx2, kernels_avx512;
 #endif
 
-// Bytes of scratch that `linear` and `attend` may use on each thread.
+// Bytes of scratch that `linear`, `attend` and `draw_row` may use on each thread.
 int64_t linear_scratch_bytes(int64_t k);
 int64_t attention_scratch_bytes(int64_t context, int64_t head_dim);
+int64_t draw_scratch_bytes(int64_t width);
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 inline int64_t num_groups(int64_t k) { return k / GROUP; }

@@ -197,6 +197,7 @@ INLINE I dot_signed(Bytes b, const int8_t *a, int32_t) {
 #include "kernels_rows.inl"
 #include "kernels_linear.inl"
 #include "kernels_attention.inl"
+#include "kernels_sample.inl"
 
 }  // namespace
 

@@ -111,6 +111,7 @@ INLINE Panel load_panel(const uint8_t *p) { return load_bytes(p); }
 #include "kernels_rows.inl"
 #include "kernels_linear.inl"
 #include "kernels_attention.inl"
+#include "kernels_sample.inl"
 
 }  // namespace
 

@@ -139,6 +139,7 @@ INLINE I dot_unsigned(Nibbles b, const int8_t *a) {
 #include "kernels_rows.inl"
 #include "kernels_linear.inl"
 #include "kernels_attention.inl"
+#include "kernels_sample.inl"
 
 }  // namespace
 

@@ -11,7 +11,7 @@ is `[B, 2 (K, V), J, S, D]`, float32 or bfloat16. Activations are contiguous flo
 reference may compute in float64); positions, rows and blocks are int64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,24 @@ class StepTables:
     table_X: Tensor
     """Block tables one after the other: token p of a span lies in block table_X[first_entry + p // S], slot p % S."""
     spans: tuple[Span, ...]
+
+
+class RowDraw(NamedTuple):
+    """How one row of logits becomes a token; see `workers/sampling/sampler.py` for what the settings mean."""
+
+    row: int
+    temperature: float
+    """> 0."""
+    top_k: int
+    top_p: float
+    min_p: float
+    uniform: float
+    """The number in [0, 1) that decides."""
+
+
+DrawRows = Callable[[Tensor, Sequence[RowDraw]], list[int]]
+"""(logits [R, V], draws) to a token per draw: what `sampling/sampler.py` computes, to float32. Rows drawn from have a
+finite maximum. Not every backend has one."""
 
 
 class Step(Protocol):

@@ -6,8 +6,8 @@ a result depends on its own inputs alone, to the last bit: threads, batch and ch
 
 import ctypes
 import weakref
-from collections.abc import Callable
-from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from workers.errors import BackendUnavailable
 from workers.native import build
-from workers.ops.base import StepTables
+from workers.ops.base import RowDraw, StepTables
 from workers.ops.mlp import run_dense_mlp, run_experts
 from workers.ops.weights import (
     Activation,
@@ -90,6 +90,14 @@ class CDecoder(Structure):
     )
 
 
+class CDraw(Structure):
+    _fields_ = [
+        *_fields(integer="row top_k"),
+        ("uniform", c_double),
+        *_fields(real="temperature top_p min_p"),
+    ]
+
+
 def load_library(folder: Path = build.FOLDER) -> ctypes.CDLL:
     """The built library; raises `BackendUnavailable` with the reason where there is none, or one of other sources."""
     path = folder / build.LIBRARY.name
@@ -126,6 +134,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "attend": (code, (pointer, *(POINTER(c) for c in (CAttention, CTables, CCache)), pointer, pointer)),
         "activate": (code, (pointer, number, pointer, number, number, pointer)),
         "softcap": (code, (pointer, pointer, number, number, real)),
+        "draw": (code, (pointer, pointer, number, pointer, number, pointer)),
         "make_model": (pointer, (pointer, POINTER(CDecoder))),
         "free_model": (None, (pointer,)),
         "step": (code, (pointer, pointer, pointer, number, POINTER(CTables), POINTER(CCache), pointer, pointer)),
@@ -245,6 +254,16 @@ class NativeOps:
         if softcap is not None:
             self._run("softcap", logits_RV.data_ptr(), *logits_RV.shape, softcap)
         return logits_RV
+
+    def draw(self, logits_RV: Tensor, draws: Sequence[RowDraw]) -> list[int]:
+        """A `DrawRows`."""
+        assert logits_RV.is_contiguous(), "rows of logits lie one after the other"
+        given = (CDraw * len(draws))(
+            *(CDraw(d.row, d.top_k, d.uniform, d.temperature, d.top_p, d.min_p) for d in draws)
+        )
+        tokens = (c_int64 * len(draws))()
+        self._run("draw", logits_RV.data_ptr(), logits_RV.shape[1], given, len(draws), tokens)
+        return list(tokens)
 
     def make_step(self, model: DecoderWeights) -> "NativeStep | None":
         if any(isinstance(layer.mlp, RoutedMLP) for layer in model.layers):

@@ -16,6 +16,7 @@ from workers.model.build import WeightMode, load_decoder
 from workers.model.families import plan_decoder
 from workers.model.progress import Progress, ignore_progress
 from workers.ops.base import Ops
+from workers.ops.native import NativeOps
 from workers.ops.select import BackendName, select_ops
 from workers.runner.kv_cache import PagedKVCache
 from workers.runner.model_runner import ModelRunner, load_runner
@@ -84,4 +85,5 @@ def _load_ours(settings: RunnerSettings, progress: Progress) -> Chosen:
     keys: KeyOrder = "dim_major" if ops.key_is_dim_major else "token_major"
     shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
     layout = KVLayout(*shape, settings.block_tokens, settings.kv_dtype, keys)
-    return Chosen(ModelRunner(model, PagedKVCache(layout, settings.num_blocks)), choice.reason)
+    draw_rows = ops.draw if isinstance(ops, NativeOps) else None
+    return Chosen(ModelRunner(model, PagedKVCache(layout, settings.num_blocks), draw_rows), choice.reason)

@@ -13,6 +13,7 @@ from workers.model.arch import DecoderSpec
 from workers.model.fallback import load_fallback
 from workers.model.loader import fingerprint_weights
 from workers.model.progress import Progress, ignore_progress
+from workers.ops.base import DrawRows
 from workers.runner.batch import Batch, make_batch
 from workers.runner.kv_cache import TORCH_DTYPES, PagedKVCache
 from workers.runner.probe import Model, prove_model
@@ -23,8 +24,8 @@ from workers.sampling.sampler import sample
 class ModelRunner:
     """One model over one paged cache. Owned by the engine thread."""
 
-    def __init__(self, model: Model, cache: PagedKVCache) -> None:
-        self.model = model
+    def __init__(self, model: Model, cache: PagedKVCache, draw_rows: DrawRows | None = None) -> None:
+        self.model, self._draw_rows = model, draw_rows
         self.cache = cache
 
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None]) -> RunResult:
@@ -41,18 +42,22 @@ class ModelRunner:
         tokens: list[int | None] = [None] * len(plan.chunks)
         explains: list[dict[str, Any] | None] = [None] * len(plan.chunks)
         if batch.draws:
-            _sample_into(plan, batch, logits_RV, tokens, explains)
+            self._sample_into(plan, batch, logits_RV, tokens, explains)
         return RunResult(tokens, explains, tuple(layer_us), (time.perf_counter_ns() - started) // 1000)
 
-
-def _sample_into(
-    plan: StepPlan, batch: Batch, logits_RV: Tensor, tokens: list[int | None], explains: list[dict[str, Any] | None]
-) -> None:
-    sampled = sample(logits_RV, batch.draws)
-    for row, (chunk, token) in enumerate(zip(batch.sampled_chunks, sampled, strict=True)):
-        tokens[chunk] = token
-        if plan.chunks[chunk].explain:
-            explains[chunk] = explain_draw(logits_RV[row], batch.draws[row], token)
+    def _sample_into(
+        self,
+        plan: StepPlan,
+        batch: Batch,
+        logits_RV: Tensor,
+        tokens: list[int | None],
+        explains: list[dict[str, Any] | None],
+    ) -> None:
+        sampled = sample(logits_RV, batch.draws, self._draw_rows)
+        for row, (chunk, token) in enumerate(zip(batch.sampled_chunks, sampled, strict=True)):
+            tokens[chunk] = token
+            if plan.chunks[chunk].explain:
+                explains[chunk] = explain_draw(logits_RV[row], batch.draws[row], token)
 
 
 def load_runner(

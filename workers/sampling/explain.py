@@ -4,8 +4,17 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.sampling.philox import draw_uniform
-from workers.sampling.sampler import Draw, Head, Kept, count_kept, has_filter, is_random, sort_head
+from workers.sampling.adjust import adjust_row
+from workers.sampling.sampler import (
+    Draw,
+    Head,
+    Kept,
+    count_kept,
+    has_filter,
+    is_random,
+    sort_head,
+    temper,
+)
 
 TOP = 5
 
@@ -17,7 +26,7 @@ def explain_draw(logits_V: Tensor, draw: Draw, token: int) -> dict[str, Any]:
     the token was drawn from. `removed` counts tokens by filter, `uniform` is None for greedy.
     """
     params, vocab = draw.params, len(logits_V)
-    plain = sort_head(logits_V[None], [1.0], vocab)
+    plain = _sort_whole(logits_V, 1.0)
     facts: dict[str, Any] = {
         "token": token,
         "position": draw.position,
@@ -28,21 +37,26 @@ def explain_draw(logits_V: Tensor, draw: Draw, token: int) -> dict[str, Any]:
     if not is_random(params):
         after = [{"token": token, "probability": 1.0}]
         return facts | {"after": after, "removed": {"greedy": vocab - 1}, "kept": 1, "uniform": None}
-    head = sort_head(logits_V[None], [params.temperature], vocab)
-    cumulated_W = head.probs_RW[0].cumsum(dim=-1)
-    kept = count_kept(head.probs_RW[0], cumulated_W, True, params) if has_filter(params) else Kept(vocab, vocab, vocab)
+    adjusted_V = logits_V.clone()
+    adjust_row(adjusted_V, params, draw.position, draw.history)
+    head = _sort_whole(adjusted_V, params.temperature)
+    kept = count_kept(head, params) if has_filter(params) else Kept(vocab, vocab, vocab)
     assert kept is not None
     removed = {
         "top_k": vocab - kept.after_top_k,
         "top_p": kept.after_top_k - kept.after_top_p,
         "min_p": kept.after_top_p - kept.left,
     }
-    after = _list_top(head, kept.left, float(cumulated_W[kept.left - 1]))
-    uniform = draw_uniform(params.seed, draw.position)
-    return facts | {"after": after, "removed": removed, "kept": kept.left, "uniform": uniform}
+    after = _list_top(head, kept.left, float(head.probs_W[: kept.left].sum()))
+    return facts | {"after": after, "removed": removed, "kept": kept.left, "uniform": draw.uniform}
+
+
+def _sort_whole(logits_V: Tensor, temperature: float) -> Head:
+    scaled_V = temper(logits_V, temperature)
+    return sort_head(scaled_V, scaled_V.exp().sum(), len(scaled_V))
 
 
 def _list_top(head: Head, kept: int, mass: float) -> list[dict[str, Any]]:
     num = min(TOP, kept)
-    ids, probs = head.ids_RW[0, :num].tolist(), head.probs_RW[0, :num].tolist()
+    ids, probs = head.ids_W[:num].tolist(), head.probs_W[:num].tolist()
     return [{"token": token, "probability": prob / mass} for token, prob in zip(ids, probs, strict=True)]

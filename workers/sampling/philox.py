@@ -1,6 +1,6 @@
 """A counter-based random generator: Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 
-The draw is a pure function of (seed, position): the same on any worker, in any batch, after any preemption or
+The draw is a pure function of (seed, choice, position): the same on any worker, in any batch, after any preemption or
 migration. Integers only, so it is exact everywhere.
 """
 
@@ -22,6 +22,6 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     return c0, c1, c2, c3
 
 
-def draw_uniform(seed: int, position: int) -> float:
-    """A uniform in [0, 1) with 53 random bits for output token `position` of the stream with this seed."""
-    return (philox((position, 0, 0, 0), (seed, 0))[0] >> 11) * 2.0**-53
+def draw_uniform(seed: int, position: int, choice: int = 0) -> float:
+    """A uniform in [0, 1) with 53 random bits for output token `position` of choice `choice` of a request's seed."""
+    return (philox((position, choice, 0, 0), (seed, 0))[0] >> 11) * 2.0**-53

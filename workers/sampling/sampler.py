@@ -1,12 +1,13 @@
 """Logits to tokens for all rows of a step at once.
 
-The settings apply in this order, each to what the one before left: temperature, top-k, top-p, min-p. In the order of
-falling probability (ties: the lower id first) each filter keeps a prefix, so together they keep the first `n` tokens,
-and the token is the first whose cumulated probability exceeds `uniform * mass of the n`. The head of that order is
-enough for nearly every draw: the whole vocabulary is sorted only for rows that need it. A row's arithmetic is float64
-and knows no other row, so the same logits, seed and position give the same token in any batch.
+Greedy rows take the maximum (ties: the lower id). For a random row the settings apply in this order, each to what the
+one before left: temperature, top-k, top-p, min-p. Each filter keeps the likeliest tokens (ties: the lower id first), so
+together they keep the first `n` of the falling order. The token is then the first, in the order of ids, whose cumulated
+probability exceeds `uniform * mass of the n`. Only the head of the falling order is sorted, and nothing where no filter
+is set. A row's arithmetic is float64 and knows no other row, so the same logits, seed, choice and position give the
+same token in any batch.
 
-Shapes: R sampled rows, V vocabulary, W width of the sorted head.
+Shapes: R sampled rows, V vocabulary, W width of the sorted head, N tokens kept.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from workers.errors import StepFailed
+from workers.ops.base import DrawRows, RowDraw
 from workers.protocol import SamplingParams
+from workers.sampling.adjust import NO_HISTORY, History, adjust_row, is_adjusted
 from workers.sampling.philox import draw_uniform
 
 HEAD_WIDTHS = (256, 4096)
@@ -32,37 +35,72 @@ class Draw(NamedTuple):
 
     params: SamplingParams
     position: int
+    history: History = NO_HISTORY
+
+    @property
+    def uniform(self) -> float:
+        """The number in [0, 1) that decides this token, whatever the logits."""
+        return draw_uniform(self.params.seed, self.position, self.params.choice)
 
 
 class Head(NamedTuple):
-    """The most likely tokens of some rows in falling order, with float64 probabilities of the tempered distribution."""
+    """The most likely tokens of one row in falling order, with float64 probabilities of the tempered distribution."""
 
-    ids_RW: Tensor
-    probs_RW: Tensor
+    ids_W: Tensor
+    probs_W: Tensor
     is_whole: bool
     """Whether W is the vocabulary."""
 
 
-def sample(logits_RV: Tensor, draws: Sequence[Draw], head_widths: Sequence[int] = HEAD_WIDTHS) -> list[int]:
-    """One token id per row; raises `StepFailed` where a row has no finite maximum."""
+def sample(logits_RV: Tensor, draws: Sequence[Draw], draw_rows: DrawRows | None = None) -> list[int]:
+    """One token id per row; raises `StepFailed` where a row has no finite maximum.
+
+    Rows that ask for nothing cost their maximum and no more. `draw_rows` is the backend's own way, where it has one.
+    """
+    tokens = _take_largest(logits_RV)
+    adjusted = [row for row, draw in enumerate(draws) if is_adjusted(draw.params, draw.position)]
+    changed = set(adjusted)
+    _draw_into(tokens, logits_RV, [(row, row) for row in range(len(draws)) if row not in changed], draws, draw_rows)
+    if adjusted:
+        changed_AV = torch.stack([logits_RV[row] for row in adjusted])
+        for logits_V, row in zip(changed_AV, adjusted, strict=True):
+            adjust_row(logits_V, draws[row].params, draws[row].position, draws[row].history)
+        for row, token in zip(adjusted, _take_largest(changed_AV), strict=True):
+            tokens[row] = token
+        _draw_into(tokens, changed_AV, list(enumerate(adjusted)), draws, draw_rows)
+    return tokens
+
+
+def _take_largest(logits_RV: Tensor) -> list[int]:
     best_R, greedy_R = logits_RV.max(dim=-1)
     if not bool(torch.isfinite(best_R).all()):
-        raise StepFailed(
-            f"{int((~torch.isfinite(best_R)).sum())} of {len(draws)} sampled rows hold logits that are no numbers"
-        )
+        num_bad = int((~torch.isfinite(best_R)).sum())
+        raise StepFailed(f"{num_bad} of {len(best_R)} sampled rows hold logits that are no numbers")
     tokens: list[int] = greedy_R.tolist()
-    rows = [row for row, draw in enumerate(draws) if is_random(draw.params)]
-    vocab = logits_RV.shape[-1]
-    for width in (*(width for width in head_widths if width < vocab), vocab):
-        if not rows:
-            break
-        head = sort_head(logits_RV[rows], [draws[row].params.temperature for row in rows], width)
-        picked = pick(head, [draws[row] for row in rows])
-        for row, token in zip(rows, picked, strict=True):
-            if token is not None:
-                tokens[row] = token
-        rows = [row for row, token in zip(rows, picked, strict=True) if token is None]
     return tokens
+
+
+def _draw_into(
+    tokens: list[int], logits_RV: Tensor, rows: list[tuple[int, int]], draws: Sequence[Draw], draw_rows: DrawRows | None
+) -> None:
+    """Puts the tokens of random rows in their place; `rows` are (row of the logits, index of the draw)."""
+    asked = [(row, index) for row, index in rows if is_random(draws[index].params)]
+    if not asked:
+        return
+    wanted = [_describe(row, draws[index]) for row, index in asked]
+    drawn = (draw_rows or draw_exactly)(logits_RV, wanted)
+    for (_, index), token in zip(asked, drawn, strict=True):
+        tokens[index] = token
+
+
+def _describe(row: int, draw: Draw) -> RowDraw:
+    params = draw.params
+    return RowDraw(row, params.temperature, params.top_k, params.top_p, params.min_p, draw.uniform)
+
+
+def draw_exactly(logits_RV: Tensor, draws: Sequence[RowDraw], head_widths: Sequence[int] = HEAD_WIDTHS) -> list[int]:
+    """The rules above in float64: the oracle of every backend's own way. A `DrawRows`."""
+    return [_draw_row(logits_RV[draw.row], draw, head_widths) for draw in draws]
 
 
 def is_random(params: SamplingParams) -> bool:
@@ -71,54 +109,54 @@ def is_random(params: SamplingParams) -> bool:
     return params.temperature >= MIN_TEMPERATURE
 
 
-def sort_head(logits_RV: Tensor, temperatures: Sequence[float], width: int) -> Head:
-    """The `width` most likely tokens of each row after its temperature; the whole vocabulary where a tie crosses the
-    edge.
-    """
-    temperatures_R1 = logits_RV.new_tensor(temperatures, dtype=torch.float64)[:, None]
-    scaled_RV = logits_RV.to(torch.float64, copy=True).div_(temperatures_R1)
-    scaled_RV.sub_(scaled_RV.amax(dim=-1, keepdim=True))  # an exponent never overflows
-    mass_R1 = scaled_RV.exp().sum(dim=-1, keepdim=True)
-    vocab = scaled_RV.shape[-1]
+def _draw_row(logits_V: Tensor, draw: RowDraw, head_widths: Sequence[int]) -> int:
+    scaled_V = temper(logits_V, draw.temperature)
+    weights_V = scaled_V.exp()
+    if not has_filter(draw):
+        return _pick(weights_V, draw.uniform)
+    vocab, mass = len(scaled_V), weights_V.sum()
+    for width in (*(width for width in head_widths if width < vocab), vocab):
+        head = sort_head(scaled_V, mass, width)
+        kept = count_kept(head, draw)
+        if kept is not None:
+            ids_N, order_N = head.ids_W[: kept.left].sort()
+            return int(ids_N[_pick(head.probs_W[: kept.left][order_N], draw.uniform)])
+    raise AssertionError("the whole vocabulary is always wide enough")
+
+
+def temper(logits_V: Tensor, temperature: float) -> Tensor:
+    """float64 logits over the temperature, the largest one 0: an exponent never overflows."""
+    scaled_V = logits_V.to(torch.float64, copy=True).div_(temperature)
+    return scaled_V.sub_(scaled_V.max())
+
+
+def _pick(weights_N: Tensor, uniform: float) -> int:
+    """The first index whose cumulated weight exceeds uniform * the whole."""
+    cumulated_N = weights_N.cumsum(dim=-1)
+    index = int(torch.searchsorted(cumulated_N, uniform * cumulated_N[-1], right=True))
+    if index == len(weights_N):  # rounding: the last that can come at all
+        return int(weights_N.nonzero()[-1])
+    return index
+
+
+def sort_head(scaled_V: Tensor, mass: Tensor, width: int) -> Head:
+    """The `width` most likely tokens of a tempered row; the whole vocabulary where a tie crosses the edge."""
+    vocab = len(scaled_V)
     if width < vocab:
-        values_RW, ids_RW = scaled_RV.topk(width, dim=-1)
-        if bool(((scaled_RV >= values_RW[:, -1:]).sum(dim=-1) > width).any()):
+        values_W, ids_W = scaled_V.topk(width)
+        if int((scaled_V >= values_W[-1]).sum()) > width:
             width = vocab
     if width < vocab:
         # topk leaves the order of equals open: ids ascending first, then a stable sort by value.
-        ids_RW, by_id_RW = ids_RW.sort(dim=-1)
-        values_RW, by_value_RW = values_RW.gather(-1, by_id_RW).sort(dim=-1, descending=True, stable=True)
-        ids_RW = ids_RW.gather(-1, by_value_RW)
+        ids_W, by_id_W = ids_W.sort()
+        values_W, by_value_W = values_W[by_id_W].sort(descending=True, stable=True)
+        ids_W = ids_W[by_value_W]
     else:
-        values_RW, ids_RW = scaled_RV.sort(dim=-1, descending=True, stable=True)
-    return Head(ids_RW, values_RW.exp() / mass_R1, width == vocab)
+        values_W, ids_W = scaled_V.sort(descending=True, stable=True)
+    return Head(ids_W, values_W.exp() / mass, width == vocab)
 
 
-def pick(head: Head, draws: Sequence[Draw]) -> list[int | None]:
-    """The token of each row, or None where the head is too short to know."""
-    cumulated_RW = head.probs_RW.cumsum(dim=-1)
-    return [
-        _pick_row(head.ids_RW[row], head.probs_RW[row], cumulated_RW[row], head.is_whole, draw)
-        for row, draw in enumerate(draws)
-    ]
-
-
-def _pick_row(ids_W: Tensor, probs_W: Tensor, cumulated_W: Tensor, is_whole: bool, draw: Draw) -> int | None:
-    uniform = draw_uniform(draw.params.seed, draw.position)
-    if has_filter(draw.params):
-        kept = count_kept(probs_W, cumulated_W, is_whole, draw.params)
-        if kept is None:
-            return None
-        last, mass = kept.left - 1, float(cumulated_W[kept.left - 1])
-    else:
-        last, mass = len(ids_W) - 1, 1.0
-    index = int(torch.searchsorted(cumulated_W, uniform * mass, right=True))
-    if index > last and not is_whole and not has_filter(draw.params):
-        return None
-    return int(ids_W[min(index, last)])
-
-
-def has_filter(params: SamplingParams) -> bool:
+def has_filter(params: SamplingParams | RowDraw) -> bool:
     """Whether top-k, top-p or min-p may remove a token."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
@@ -131,10 +169,11 @@ class Kept(NamedTuple):
     left: int
 
 
-def count_kept(probs_W: Tensor, cumulated_W: Tensor, is_whole: bool, params: SamplingParams) -> Kept | None:
+def count_kept(head: Head, params: SamplingParams | RowDraw) -> Kept | None:
     """What the filters leave of one row in falling order; None where the head is too short to know."""
+    probs_W, cumulated_W = head.probs_W, head.probs_W.cumsum(dim=-1)
     width = len(probs_W)
-    beyond = width if is_whole else width + 1
+    beyond = width if head.is_whole else width + 1
     top_k = min(params.top_k or beyond, beyond)
     if params.top_k and top_k > width:
         return None

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from workers.errors import StepFailed
+from workers.ops.base import DrawRows
 from workers.protocol import SamplingParams
 from workers.sampling.explain import explain_draw
-from workers.sampling.sampler import HEAD_WIDTHS, Draw, sample
+from workers.sampling.sampler import HEAD_WIDTHS, Draw, draw_exactly, sample
 
 VOCAB = 40
-NUM_DRAWS = 8_000
+NUM_DRAWS = 3_000
 
 
 def make_logits(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
@@ -37,13 +38,14 @@ def expected_distribution(logits: torch.Tensor, params: SamplingParams) -> list[
 
 
 def chi_square_p(
-    logits: torch.Tensor, params: SamplingParams, expected: list[float], head_widths: tuple[int, ...] = HEAD_WIDTHS
-) -> float:
-    """The p-value of NUM_DRAWS draws against `expected`, 0 when a token came that has no probability."""
-    draws = [Draw(params, position) for position in range(NUM_DRAWS)]
-    tokens = sample(logits.expand(NUM_DRAWS, -1), draws, head_widths)
+    logits: torch.Tensor, params: SamplingParams, expected: list[float], draw_rows: DrawRows | None = None,
+    num_draws: int = NUM_DRAWS,
+) -> float:  # fmt: skip
+    """The p-value of `num_draws` draws against `expected`, 0 when a token came that has no probability."""
+    draws = [Draw(params, position) for position in range(num_draws)]
+    tokens = sample(logits.expand(num_draws, -1).contiguous(), draws, draw_rows)
     counts = torch.bincount(torch.tensor(tokens), minlength=len(logits)).double()
-    want = torch.tensor(expected, dtype=torch.float64) * NUM_DRAWS
+    want = torch.tensor(expected, dtype=torch.float64) * num_draws
     if (counts[want == 0] > 0).any():
         return 0.0
     big = want >= 5
@@ -71,11 +73,15 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("head_widths", [(4, 16), HEAD_WIDTHS])
+def with_heads(*widths: int) -> DrawRows:
+    return lambda logits, draws: draw_exactly(logits, draws, widths)
+
+
+@pytest.mark.parametrize("draw_rows", [with_heads(4, 16), with_heads(*HEAD_WIDTHS)], ids=["short heads", "heads"])
 @pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"T{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}")
-def test_the_sampled_distribution_is_the_rules(params: SamplingParams, head_widths: tuple[int, ...]) -> None:
+def test_the_sampled_distribution_is_the_rules(params: SamplingParams, draw_rows: DrawRows) -> None:
     logits = make_logits()
-    assert chi_square_p(logits, params, expected_distribution(logits, params), head_widths) > 1e-4
+    assert chi_square_p(logits, params, expected_distribution(logits, params), draw_rows) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_the_sampled_distribution_is_the_rules(params: SamplingParams, head_widt
 )
 def test_a_wrong_rule_fails_the_same_test(params: SamplingParams, wrong: SamplingParams) -> None:
     logits = make_logits()
-    assert chi_square_p(logits, params, expected_distribution(logits, wrong)) < 1e-6
+    assert chi_square_p(logits, params, expected_distribution(logits, wrong), num_draws=8_000) < 1e-6
 
 
 def test_greedy_takes_the_maximum() -> None:
@@ -122,15 +128,15 @@ def test_a_token_depends_on_its_own_row_only() -> None:
 def test_the_sorted_head_changes_no_token(params: SamplingParams) -> None:
     rows = torch.stack([make_logits(i, 3000) for i in range(60)])
     draws = [Draw(params, i) for i in range(60)]
-    whole = sample(rows, draws, head_widths=())
-    assert sample(rows, draws, head_widths=(16,)) == whole
-    assert sample(rows, draws, head_widths=(4, 1024)) == whole
+    whole = sample(rows, draws, with_heads())
+    assert sample(rows, draws, with_heads(16)) == whole
+    assert sample(rows, draws, with_heads(4, 1024)) == whole
 
 
 def test_ties_across_the_edge_of_the_head_go_to_the_lower_id() -> None:
     logits = torch.zeros(100)
     params = SamplingParams(temperature=1.0, top_k=10, seed=3)
-    tokens = set(sample(logits.expand(500, -1), [Draw(params, i) for i in range(500)], head_widths=(16,)))
+    tokens = set(sample(logits.expand(500, -1), [Draw(params, i) for i in range(500)], with_heads(16)))
     assert tokens == set(range(10))
 
 
