@@ -75,6 +75,10 @@ class WorkerConfig(StrictModel):
     """Prompt and output together."""
     chunk_tokens: Auto | Annotated[int, Field(ge=1, le=1 << 16)] = "auto"
     """Prompt tokens computed per step."""
+    step_budget_ms: Auto | Annotated[float, Field(gt=0, le=60_000, strict=False)] = "auto"
+    """What a step may take once prompts join it."""
+    prefix_cache: bool = True
+    """Requests of one tenant share the KV blocks of equal beginnings."""
     max_running: Annotated[int, Field(ge=1, le=4096)] = 64
     """Requests that decode together."""
     threads: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from cluster.config import ClusterConfig, ModelConfig
-from cluster.resolve import Machine, Setting, WorkerSettings, given_settings, resolve_worker
+from cluster.resolve import Machine, Setting, WorkerSettings, given_settings, pool_sizes, resolve_worker
 from router.config import RouterConfig
 from workers.errors import ModelRefused
 from workers.model.arch import read_config, read_spec
@@ -33,8 +33,22 @@ def make_plan(config: ClusterConfig, model: ModelConfig, model_path: Path, machi
     worker, decided = resolve_worker(config, read_spec(model_path), machine, _find_decoder_fault(model_path))
     found = (Setting("model.path", str(model_path), "converted once"),)
     plan = ClusterPlan(config=config, model=model, model_path=model_path, worker=worker, settings=())
-    settings = (*given_settings(config, model), *found, *decided, *_front_door(router_config(plan)))
+    settings = (
+        *given_settings(config, model),
+        *_step_budgets(config),
+        *found,
+        *decided,
+        *_front_door(router_config(plan)),
+    )
     return replace(plan, settings=settings)
+
+
+def _step_budgets(config: ClusterConfig) -> Iterator[Setting]:
+    for role, _ in pool_sizes(config):
+        share = "targets.ttft_ms / 12" if role == "prefill" else "targets.itl_ms / 2"
+        is_given = config.worker.step_budget_ms != "auto"
+        why = "as configured" if is_given else f"auto: {share}, where prompts join a step"
+        yield Setting(f"worker.step_budget_ms ({role})", round(step_budget_ms(config, role), 1), why)
 
 
 def _find_decoder_fault(model_path: Path) -> str:
@@ -81,6 +95,8 @@ def replica_config(plan: ClusterPlan, role: Role, secret_path: Path) -> ReplicaC
         num_blocks=worker.num_blocks,
         max_context_tokens=worker.max_context_tokens,
         chunk_tokens=worker.chunk_tokens,
+        step_budget_ms=step_budget_ms(plan.config, role),
+        prefix_cache=worker.prefix_cache,
         max_running=worker.max_running,
         ttft_target_ms=plan.config.targets.ttft_ms,
         host=plan.config.host,
@@ -91,6 +107,16 @@ def replica_config(plan: ClusterPlan, role: Role, secret_path: Path) -> ReplicaC
         drain_timeout_s=plan.config.drain_timeout_s,
         num_threads=worker.threads,
     )
+
+
+def step_budget_ms(config: ClusterConfig, role: Role) -> float:
+    """Milliseconds of a step that computes prompts: where tokens are generated half of their target, so that a stream
+    beside a prompt keeps it; on prefill a twelfth of its target, so that a short prompt waits little for a long one's
+    chunk."""
+    given = config.worker.step_budget_ms
+    if given != "auto":
+        return given
+    return config.targets.ttft_ms / 12 if role == "prefill" else config.targets.itl_ms / 2
 
 
 def router_config(plan: ClusterPlan) -> RouterConfig:

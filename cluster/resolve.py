@@ -47,6 +47,7 @@ class WorkerSettings:
     num_blocks: int
     max_context_tokens: int
     chunk_tokens: int
+    prefix_cache: bool
     max_running: int
     threads: int
 
@@ -95,6 +96,8 @@ def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine, decoder_
     yield _pick(
         "chunk_tokens", given.chunk_tokens, CPU_CHUNK_TOKENS, "CPU: KV leaves early and short prompts wait little"
     )
+    why = "equal beginnings are computed once; an answer is the same either way"
+    yield Setting("worker.prefix_cache", given.prefix_cache, why if given.prefix_cache else "as configured")
     yield Setting("worker.max_running", given.max_running, "streams that one worker decodes together")
     yield _pick(
         "threads", given.threads, 1, "one torch thread per worker: prefill and decode share the machine's cores"

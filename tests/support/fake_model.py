@@ -33,11 +33,13 @@ class FakeRunner:
         self.block_tokens = block_tokens
         self.num_layers = num_layers
         self.plans: list[StepPlan] = []
+        self.step_us = 1
+        """What each step is said to have taken."""
         self._cells: dict[tuple[int, int], int] = {}
 
-    def fill(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-        """What a transfer does: the cache of `tokens` from position 0 on appears in `blocks`."""
-        for position, token in enumerate(tokens):
+    def fill(self, blocks: Sequence[int], tokens: Sequence[int], skip_tokens: int = 0) -> None:
+        """What a transfer does: the cache of `tokens` from `skip_tokens` on appears in `blocks`."""
+        for position, token in list(enumerate(tokens))[skip_tokens:]:
             self._cells[blocks[position // self.block_tokens], position % self.block_tokens] = token
 
     def scribble(self, block: int) -> None:
@@ -63,4 +65,4 @@ class FakeRunner:
         explains = [
             {"token": token} if chunk.explain else None for chunk, token in zip(plan.chunks, tokens, strict=True)
         ]
-        return RunResult(tokens, explains, tuple(range(self.num_layers)), 1)
+        return RunResult(tokens, explains, tuple(range(self.num_layers)), self.step_us)

@@ -20,7 +20,7 @@ def replay(
 ) -> Replayed:
     """Greedy tokens of each prompt; request i arrives at step i * stagger_steps. Every block is free at the end."""
     steps = num_preempted = 0
-    engine = Engine(config, runner, lambda: steps * 0.01)
+    engine = Engine(config, runner)
     waiting = list(enumerate(prompts))
     tokens: list[list[int]] = [[] for _ in prompts]
     while waiting or engine.has_work:
@@ -42,5 +42,5 @@ def replay(
         steps += 1
         assert steps < 100_000, "the engine makes no progress"
     engine.check_integrity()
-    assert engine.pool.num_free == config.num_blocks
+    assert engine.pool.num_available == config.num_blocks
     return Replayed(tokens, num_preempted)

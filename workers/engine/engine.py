@@ -6,19 +6,21 @@
                                        +----> HELD (prefill role: first token sampled, blocks kept until release)
 
 A prefill worker and a decode worker are this engine with different admission. Pure: no torch, no asyncio, no wall
-clock; the runner and the clock are given. Owned by the engine thread: nothing here may be called from another, nor from
+clock; the runner is given. Owned by the engine thread: nothing here may be called from another, nor from
 an observer.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from workers.engine.block_pool import BlockPool
+from workers.engine.allotment import Allotment
 from workers.engine.config import EngineConfig
+from workers.engine.cost import StepCosts
 from workers.engine.plan import Runner, RunResult, StepObserver, StepPlan
 from workers.engine.request import Reason, Request, Status
 from workers.engine.scheduler import Scheduler
+from workers.engine.table import RequestTable
 from workers.protocol import ComputedPrompt, FinishReason, StreamKey
 
 
@@ -57,61 +59,66 @@ class StepResult:
 class Engine:
     """Requests over one paged KV cache, one step at a time."""
 
-    def __init__(
-        self, config: EngineConfig, runner: Runner, clock: Callable[[], float], observer: StepObserver | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, *, costs: StepCosts | None = None) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
-        self._runner = runner
-        self._clock = clock
-        self.observer = observer
-        self._scheduler = Scheduler(config, self.pool)
-        self._requests: dict[StreamKey, Request] = {}
+        self.observer: StepObserver | None = None
+        self._blocks = Allotment(config)
+        self.pool, self.prefixes = self._blocks.pool, self._blocks.prefixes
+        self._runner, self._costs = runner, costs
+        self._requests = RequestTable()
+        self._scheduler = Scheduler(config, self._requests, self._blocks, costs)
         self._adopted: dict[StreamKey, int] = {}
         self._computed_prompt: dict[Reason, int] = dict.fromkeys(get_args(Reason), 0)
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, request: Request, num_blocks: int, keep_free_blocks: int = 0) -> bool:
-        """Give `request` its blocks (RESERVED), or return False with nothing changed.
+    def find_prefix(self, request: Request) -> int:
+        """Known tokens that `reserve` would find in the prefix cache now; changes nothing."""
+        return self._blocks.find_prefix(request)
 
-        False when fewer than `num_blocks + keep_free_blocks` blocks are free, when `max_running` requests are open, and
-        as long as a preempted request waits. Raises ValueError for a request that this engine can never serve.
+    def reserve(self, request: Request, num_blocks: int, keep_free_blocks: int = 0) -> bool:
+        """Give `request` a table of `num_blocks` blocks (RESERVED), or return False with nothing changed.
+
+        What the prefix cache has of its text is shared: `computed` and `num_cached` say how much, and nothing may write
+        there. False when too few blocks are available or fewer than `keep_free_blocks` would stay so, when
+        `max_running` requests are open, and as long as a preempted request waits. Raises ValueError for a request that
+        this engine can never serve.
         """
         self._check_request(request, num_blocks)
         if self.num_open >= self.config.max_running or self.count("preempted"):
             return False
-        if self.pool.num_free < num_blocks + keep_free_blocks:
+        if not self._blocks.has_room(request, num_blocks, keep_free_blocks):
             return False
-        request.apply("reserve")
-        request.blocks = self.pool.allocate(num_blocks)
-        self._insert(request)
+        self._blocks.give(request, num_blocks)
+        request.num_cached = request.computed
+        self._requests.apply(request, "reserve")
         return True
 
     def start(self, key: StreamKey) -> None:
         """Compute the known tokens from `request.computed` on, then decode."""
-        request = self._requests[key]
-        request.apply("start")
+        request = self._named(key)
+        self._requests.apply(request, "start")
         request.catch_up_to = len(request.known)
 
     def adopt(self, key: StreamKey, first_token: int) -> None:
-        """The KV of all known tokens has arrived in the blocks; the next step emits `first_token` and computes
-        nothing."""
-        request = self._requests[key]
-        request.apply("adopt")
+        """The KV of all known tokens has arrived in the blocks and is verified; the next step emits `first_token` and
+        computes nothing."""
+        request = self._named(key)
+        self._requests.apply(request, "adopt")
         request.computed = len(request.known)
+        self._blocks.note_computed(request)
         self._adopted[key] = first_token
 
     def release(self, key: StreamKey, quarantine: Collection[int] = ()) -> None:
-        """Forget the request, from any status; its blocks are free but for the quarantined ones. Unknown keys are
-        fine."""
-        request = self._requests.pop(key, None)
+        """Forget the request, from any status; its blocks are free or cached but for the quarantined ones. Unknown keys
+        are fine."""
+        request = self._requests.get(key)
         if request is None:
             assert not quarantine, f"{key!r} is gone and its blocks may be used by others: quarantine comes too late"
             return
-        request.apply("release")
+        self._requests.apply(request, "release")
         self._adopted.pop(key, None)
-        self._free(request, quarantine)
+        self._blocks.take_back(request, quarantine)
 
     def prove(self, blocks: Collection[int]) -> None:
         """Nothing writes into these quarantined blocks any more."""
@@ -126,18 +133,21 @@ class Engine:
         if self._adopted:
             self._emit_adopted(result)
             return result
-        plan, preempted = self._scheduler.schedule(list(self._requests.values()), self._clock())
-        result.preempted = [request.key for request in preempted]
-        if not plan.chunks:
+        made = self._scheduler.schedule()
+        result.preempted = [request.key for request in made.preempted]
+        if not made.chunks:
             return result
+        plan = made.plan
         run = self._run(plan)
+        if self._costs is not None:
+            self._costs.observe(made.shape, run.step_us / 1000)
         self._update(plan, run, result)
         return result
 
     def _emit_adopted(self, result: StepResult) -> None:
         adopted, self._adopted = self._adopted, {}
         for key, token in adopted.items():
-            self._append(self._requests[key], token, result)
+            self._append(self._named(key), token, result)
 
     def _run(self, plan: StepPlan) -> RunResult:
         observer = self.observer
@@ -151,9 +161,10 @@ class Engine:
     def _update(self, plan: StepPlan, run: RunResult, result: StepResult) -> None:
         result.step_us = run.step_us
         for chunk, token, explain in zip(plan.chunks, run.tokens, run.explains, strict=True):
-            request = self._requests[chunk.key]
+            request = self._named(chunk.key)
             num_tokens = len(chunk.tokens)
             request.computed += num_tokens
+            self._blocks.note_computed(request)
             result.num_tokens += num_tokens
             if chunk.is_prompt:
                 self._computed_prompt[request.reason] += num_tokens
@@ -173,11 +184,10 @@ class Engine:
         request.known.append(token)
         reason = self._finish_reason(request, token)
         if request.hold_after_prompt:
-            request.apply("hold")
+            self._requests.apply(request, "hold")
         elif reason is not None:
-            request.apply("finish")
-            del self._requests[request.key]
-            self._free(request)
+            self._requests.apply(request, "finish")
+            self._blocks.take_back(request)
             result.finished.append(Finished(request.key, reason, request.num_outputs))
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
@@ -192,9 +202,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would run or emit something now."""
-        if self._adopted or self.count("running"):
-            return True
-        return self._scheduler.can_readmit(list(self._requests.values()))
+        return bool(self._adopted or self._requests.running) or self._scheduler.can_readmit()
 
     def get(self, key: StreamKey) -> Request | None:
         """The request, or None once it is finished or released."""
@@ -202,7 +210,7 @@ class Engine:
 
     def count(self, status: Status) -> int:
         """Requests in this status."""
-        return sum(request.status == status for request in self._requests.values())
+        return self._requests.count(status)
 
     @property
     def num_open(self) -> int:
@@ -212,11 +220,8 @@ class Engine:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of running and preempted requests that are not computed yet."""
-        return sum(
-            max(0, request.catch_up_to - request.computed)
-            for request in self._requests.values()
-            if request.status in ("running", "preempted")
-        )
+        waiting = (*self._requests.running, *self._requests.preempted)
+        return sum(max(0, request.catch_up_to - request.computed) for request in waiting)
 
     @property
     def computed_prompt(self) -> ComputedPrompt:
@@ -224,14 +229,9 @@ class Engine:
         return ComputedPrompt(**self._computed_prompt)
 
     def check_integrity(self) -> None:
-        """Assert that each used block belongs to exactly one request, and that no request holds too few."""
-        self.pool.check_integrity()
-        held = [block for request in self._requests.values() for block in request.blocks]
-        assert len(held) == len(set(held)) == self.pool.num_used, "blocks are shared or lost between requests"
-        for request in self._requests.values():
-            assert request.computed <= len(request.blocks) * self.config.block_tokens, (
-                f"{request.key!r} computed past its blocks"
-            )
+        """Assert that used blocks are those of requests, that none is written while shared, and that none holds too
+        few."""
+        self._blocks.check_integrity(list(self._requests.all()))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -249,21 +249,11 @@ class Engine:
             raise ValueError(f"all of {request.sampling.max_tokens} output tokens are already emitted")
         if not self.config.blocks_for(known) <= num_blocks <= self.config.num_blocks:
             raise ValueError(f"{num_blocks} blocks do not fit {known} tokens and a pool of {self.config.num_blocks}")
-        if not 0 <= request.computed < known:
-            raise ValueError(
-                f"{request.computed} of {known} tokens are computed: the last one must run to be sampled from"
-            )
 
-    def _insert(self, request: Request) -> None:
-        """Keep the table in order of arrival: requests come nearly sorted, so this is one append."""
-        newest = next(reversed(self._requests.values()), None)
-        self._requests[request.key] = request
-        if newest is not None and newest.arrival > request.arrival:
-            self._requests = dict(sorted(self._requests.items(), key=lambda item: item[1].arrival))
-
-    def _free(self, request: Request, quarantine: Collection[int] = ()) -> None:
-        self.pool.release(request.blocks, quarantine)
-        request.blocks = []
+    def _named(self, key: StreamKey) -> Request:
+        request = self._requests.get(key)
+        assert request is not None, f"{key!r} is not here"
+        return request
 
 
 def _ignore_layer(layer: int) -> None:

@@ -7,7 +7,7 @@ known tokens whose KV cache is in `blocks`. A step computes the difference; that
 from dataclasses import dataclass, field
 from typing import Literal
 
-from workers.protocol import SamplingParams, StreamKey
+from workers.protocol import PRIORITY_S, SamplingParams, StreamKey
 
 Status = Literal["new", "reserved", "running", "preempted", "held", "finished", "released"]
 Event = Literal["reserve", "start", "adopt", "preempt", "readmit", "hold", "finish", "release"]
@@ -32,7 +32,7 @@ class UnexpectedEvent(Exception):
     """An event that this status does not know: a bug of the caller, with the request's story."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """Made by a role, then owned by the engine; fields are read by anyone on the engine thread and written by the
     engine.
@@ -45,9 +45,20 @@ class Request:
     num_emitted: int = 0
     """Output tokens of earlier attempts, part of `known` from the start."""
     sampling: SamplingParams
+    tenant: bytes = b""
+    """Whose cached prefixes it shares."""
+    priority: int = 0
+    """Higher goes first."""
     computed: int = 0
-    """Known tokens whose KV cache is in `blocks`."""
-    blocks: list[int] = field(default_factory=list)
+    """Known tokens whose KV cache is in `tables`."""
+    tables: list[list[int]] = field(default_factory=list)
+    """Block tables, one per state group: page p holds tokens p x block_tokens and following."""
+    names: list[bytes] = field(default_factory=list)
+    """Names of the first full blocks of `known`, as far as anybody asked."""
+    num_entered: int = 0
+    """Pages that came from the prefix cache or were entered into it."""
+    num_cached: int = 0
+    """Known tokens that the cache held when the request was reserved."""
     status: Status = "new"
     hold_after_prompt: bool = False
     """Prefill role: keep the blocks and stop once the first token is sampled."""
@@ -55,7 +66,7 @@ class Request:
     """Why tokens below `catch_up_to` are computed here."""
     explain: bool = False
     arrival: float = 0.0
-    """Seconds of the engine's clock; older requests go first and are preempted last."""
+    """Seconds of the engine's clock."""
     catch_up_to: int = 0
     """Known tokens below this count are computed as prompt; above it they are decode steps."""
     story: list[Event] = field(default_factory=list)
@@ -69,6 +80,16 @@ class Request:
             )
         self.status = after
         self.story.append(event)
+
+    @property
+    def seniority(self) -> float:
+        """Smaller goes first and is preempted last: time of arrival, a level of priority counting as PRIORITY_S of
+        waiting."""
+        return self.arrival - PRIORITY_S * self.priority
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.tables[0] if self.tables else []
 
     @property
     def num_outputs(self) -> int:

@@ -1,121 +1,143 @@
-"""Which tokens run in the next step. Pure decisions over requests and the block pool.
+"""Which tokens run in the next step. Pure decisions over requests and their blocks.
 
 There are no phases: a request has known tokens and computed tokens, and a step lets the second catch up with the first.
-Decodes go first, oldest first; each adds one token. A decode that finds no block preempts the youngest running request,
-itself at worst. Then preempted requests come back, oldest first, where blocks for all they know are free. Then prompts
-share the step's prompt budget: shortest remaining first, a waiting one ranking shorter each second so that none waits
-for ever.
+Requests rank by seniority: time of arrival, a level of priority counting as some seconds of waiting. Decodes go first;
+each adds one token. A decode that finds no block preempts the last in rank, itself at worst. Then preempted requests
+come back in rank, where blocks for all they know are free. Then prompts share what is left of the step: shortest
+remaining first, a waiting one ranking shorter each second, so that none waits for ever.
+
+What is left is a number of tokens, and of milliseconds where a budget is set: measured costs turn it into tokens.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from workers.engine.block_pool import BlockPool
+from workers.engine.allotment import Allotment
 from workers.engine.config import EngineConfig
+from workers.engine.cost import StepCosts, StepShape
 from workers.engine.plan import Chunk, StepPlan
 from workers.engine.request import Request
+from workers.engine.table import RequestTable
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What a step will run, what it will cost, and who was preempted for it."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    shape: StepShape = field(default_factory=StepShape)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def plan(self) -> StepPlan:
+        return StepPlan(tuple(self.chunks))
 
 
 class Scheduler:
-    """Allocates and frees blocks of `pool` for running requests. Holds no request."""
+    """Gives and takes the blocks of running requests."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
-        self._config = config
-        self._pool = pool
+    def __init__(
+        self, config: EngineConfig, requests: RequestTable, blocks: Allotment, costs: StepCosts | None = None
+    ) -> None:
+        self._config, self._requests, self._blocks, self._costs = config, requests, blocks, costs
 
-    def schedule(self, requests: Sequence[Request], now: float) -> tuple[StepPlan, list[Request]]:
-        """The next step and the requests that were preempted for it.
+    def schedule(self) -> Schedule:
+        """The next step. After the call every chunk has its blocks."""
+        made, prompts = Schedule(), list[Request]()
+        for request in list(self._requests.running):
+            if request.status != "running":
+                continue
+            if request.is_prompt_left:
+                prompts.append(request)
+            elif self._grow(request, made):
+                made.shape.add_decode(request.computed)
+                made.chunks.append(self._plan_chunk(request, 1))
+        if made.preempted:
+            prompts = [request for request in prompts if request.status == "running"]
+        else:
+            prompts += self._readmit()
+        if prompts:
+            self._plan_prompts(prompts, made)
+        return made
 
-        `requests` are in order of arrival; those neither running nor preempted are passed over. After the call every
-        chunk of the plan has its blocks.
-        """
-        running = [request for request in requests if request.status == "running"]
-        decodes = [request for request in running if not request.is_prompt_left]
-        preempted: list[Request] = []
-        chunks = [self._plan_chunk(request, 1) for request in decodes if self._grow(request, running, preempted)]
-        if not preempted:
-            running += self._readmit(requests)
-        prompts = [request for request in running if request.status == "running" and request.is_prompt_left]
-        chunks += self._plan_prompts(prompts, now)
-        return StepPlan(tuple(chunks)), preempted
-
-    def can_readmit(self, requests: Sequence[Request]) -> bool:
-        """Whether the oldest preempted request finds its blocks now."""
-        waiting = next((request for request in requests if request.status == "preempted"), None)
-        return waiting is not None and self._has_room(waiting, sum(r.status == "running" for r in requests))
+    def can_readmit(self) -> bool:
+        """Whether the first preempted request finds its blocks now."""
+        waiting = self._requests.preempted
+        return bool(waiting) and self._has_room(waiting[0])
 
     # --- decodes ------------------------------------------------------------------------------------------------------
 
-    def _grow(self, request: Request, running: list[Request], preempted: list[Request]) -> bool:
+    def _grow(self, request: Request, made: Schedule) -> bool:
         """Whether `request` still runs and has the block that its next token is written to."""
-        if request.status != "running":
-            return False
-        if request.computed < len(request.blocks) * self._config.block_tokens:
+        if request.computed < len(request.tables[0]) * self._config.block_tokens:
             return True
-        while not self._pool.num_free:
-            # The youngest is never in the plan already: decodes are planned oldest first.
-            victim = next(r for r in reversed(running) if r.status == "running" and not r.hold_after_prompt)
+        while not self._blocks.can_grow:
+            # The last in rank is never in the plan already: decodes are planned in rank.
+            victim = next(r for r in reversed(self._requests.running) if not r.hold_after_prompt)
             self._preempt(victim)
-            preempted.append(victim)
+            made.preempted.append(victim)
             if victim is request:
                 return False
-        request.blocks += self._pool.allocate(1)
+        self._blocks.grow(request)
         return True
 
     def _preempt(self, request: Request) -> None:
-        request.apply("preempt")
-        self._pool.release(request.blocks)
-        request.blocks = []
+        self._requests.apply(request, "preempt")
+        self._blocks.take_back(request)
         request.computed = 0
         request.reason = "preempt"
         request.catch_up_to = len(request.known)
 
     # --- preempted requests come back ---------------------------------------------------------------------------------
 
-    def _readmit(self, requests: Sequence[Request]) -> list[Request]:
-        num_running = sum(request.status == "running" for request in requests)
+    def _readmit(self) -> list[Request]:
         readmitted = []
-        for request in requests:
-            if request.status != "preempted":
-                continue
-            if not self._has_room(request, num_running):
-                break
-            request.blocks = self._pool.allocate(self._config.blocks_for(len(request.known)))
-            request.apply("readmit")
+        while self.can_readmit():
+            request = self._requests.preempted[0]
+            self._blocks.give(request, self._config.blocks_for(len(request.known)))
+            self._requests.apply(request, "readmit")
             readmitted.append(request)
-            num_running += 1
         return readmitted
 
-    def _has_room(self, request: Request, num_running: int) -> bool:
+    def _has_room(self, request: Request) -> bool:
         """Blocks for all it knows, and one for each running request: the next decode must not preempt it again at
         once."""
-        return self._pool.num_free >= self._config.blocks_for(len(request.known)) + num_running
+        keep_free = self._requests.count("running")
+        return self._blocks.has_room(request, self._config.blocks_for(len(request.known)), keep_free)
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    def _plan_prompts(self, prompts: list[Request], now: float) -> list[Chunk]:
+    def _plan_prompts(self, prompts: list[Request], made: Schedule) -> None:
         rate = self._config.ageing_tokens_per_s
-        ranked = sorted(prompts, key=lambda r: r.catch_up_to - r.computed - rate * (now - r.arrival))
         budget = self._config.chunk_tokens
-        chunks = []
-        for request in ranked:
-            if not budget:
-                break
-            chunk = self._plan_chunk(request, min(budget, request.num_uncomputed))
-            budget -= len(chunk.tokens)
-            chunks.append(chunk)
-        return chunks
+        # Ageing by `rate` x (now - seniority) ranks like this for any now.
+        for request in sorted(prompts, key=lambda r: r.catch_up_to - r.computed + rate * r.seniority):
+            num_tokens = self._fit(request, min(budget, request.num_uncomputed), made.shape)
+            if not num_tokens:
+                return
+            made.shape.add_prompt(num_tokens, request.computed)
+            made.chunks.append(self._plan_chunk(request, num_tokens))
+            budget -= num_tokens
+
+    def _fit(self, request: Request, most: int, shape: StepShape) -> int:
+        """Tokens of this prompt that still fit the step, at most `most`; the first prompt of a step always moves on."""
+        budget_ms = self._config.step_budget_ms
+        if self._costs is None or budget_ms is None:
+            return most
+        num_tokens = self._costs.tokens_for(budget_ms, shape, request.computed, most)
+        return num_tokens if shape.prompt_tokens else max(num_tokens, min(most, self._config.min_chunk_tokens))
 
     def _plan_chunk(self, request: Request, num_tokens: int) -> Chunk:
         first, end = request.computed, request.computed + num_tokens
-        assert end <= len(request.blocks) * self._config.block_tokens, (
+        assert end <= len(request.tables[0]) * self._config.block_tokens, (
             f"{request.key!r} has no block for token {end - 1}"
         )
+        self._blocks.assert_private(request, num_tokens)
         is_last = end == len(request.known)
         return Chunk(
             key=request.key,
             tokens=tuple(request.known[first:end]),
             first_position=first,
-            blocks=tuple(request.blocks),
+            blocks=tuple(request.tables[0]),
             sampling=request.sampling if is_last else None,
             output_position=request.num_outputs,
             explain=is_last and request.explain and request.num_outputs == request.num_emitted,

@@ -27,6 +27,10 @@ class ReplicaConfig:
     max_context_tokens: int = 8192
     chunk_tokens: int = 256
     """Prompt tokens computed per step, all requests together."""
+    step_budget_ms: float | None = None
+    """Milliseconds that a step may take once prompts join it; None: only chunk_tokens bounds it."""
+    prefix_cache: bool = True
+    """Requests of one tenant share the KV blocks of equal beginnings."""
     max_running: int = 64
     """Requests that decode together."""
     headroom_blocks: int = 4

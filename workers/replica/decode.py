@@ -45,6 +45,8 @@ class Sitting:
     key: StreamKey
     num_tokens: int
     """Prompt and emitted tokens."""
+    num_cached: int
+    """Those of them that were here before."""
     num_emitted: int
     accepted_us: int
     is_explained: bool
@@ -80,20 +82,25 @@ class DecodeRole(Role):
             return
         key, num_tokens = request.key, len(request.known)
         self._sittings[key] = Sitting(
-            key, num_tokens, request.num_emitted, now_us(), message.explain, is_remote, is_awaiting=is_remote
-        )
+            key, num_tokens, request.num_cached, request.num_emitted, now_us(), message.explain, is_remote,
+            is_awaiting=is_remote,
+        )  # fmt: skip
         if is_remote:
             assert self._receiver is not None
-            self._receiver.expect(TransferKey(*key), message.source, request.blocks, num_tokens, 0)
+            # What is cached is pinned by the reservation and outside of what the grant lets anybody write.
+            self._receiver.expect(TransferKey(*key), message.source, request.blocks, num_tokens, request.num_cached)
         else:
             self._engine.start(key)
 
-    def _refusal(self, message: Generate | Prefill, num_tokens: int) -> BusyReason | None:
+    def _refusal(self, message: Generate | Prefill, request: Request) -> BusyReason | None:
         if isinstance(message, Generate) and message.local == "none":
             sources = self._receiver.open_sources() if self._receiver is not None else frozenset()
             if message.source not in sources:
                 return "no_lane"
         return "slots" if len(self._sittings) >= self._config.max_running else None
+
+    def _skip_tokens(self, message: Generate | Prefill, request: Request) -> int:
+        return request.num_cached if isinstance(message, Generate) and message.local == "none" else 0
 
     def _num_blocks(self, request: Request) -> int:
         """The blocks of prompt and emitted tokens, and up to headroom_blocks that the stream may still come to need."""
@@ -205,7 +212,7 @@ class DecodeRole(Role):
             num_steps=sitting.num_steps,
             received_bytes=sum(u.num_bytes for u in units),
             num_units=len(units),
-            prompt_tokens=0 if sitting.is_remote else sitting.num_tokens,
+            prompt_tokens=0 if sitting.is_remote else sitting.num_tokens - sitting.num_cached,
         )
 
     def quarantine_fault(self) -> str | None:

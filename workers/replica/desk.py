@@ -81,11 +81,13 @@ class Desk:
             self._order.refused(message.stream, message.waited_ms, self.clock())
         self.post(ingress, Busy(message.stream, message.attempt, reason))
 
-    def accept(self, ingress: int, message: Generate | Prefill, num_emitted: int) -> Attempt:
+    def accept(
+        self, ingress: int, message: Generate | Prefill, num_emitted: int, skip_tokens: int = 0, cached_tokens: int = 0
+    ) -> Attempt:
         """Enters the attempt and answers ACCEPT. Its reservation is made already."""
         now = self.clock()
         self._order.accepted(message.stream, now)
-        accept = Accept(message.stream, message.attempt, 0, 0)
+        accept = Accept(message.stream, message.attempt, skip_tokens, cached_tokens)
         progress_ms = message.progress_ms if isinstance(message, Generate) else message.first_token_ms
         attempt = Attempt(
             key=StreamKey(message.stream, message.attempt),

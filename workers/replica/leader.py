@@ -26,6 +26,7 @@ from kv_transfer.messages import KVIdentity
 from kv_transfer.pairing import choose_sources
 from kv_transfer.transports.select import make_transport
 from kv_transfer.wire import KeyRing
+from workers.engine.cost import MeasuredCosts
 from workers.engine.engine import Engine
 from workers.model.progress import Progress, ignore_progress
 from workers.protocol import (
@@ -44,9 +45,10 @@ from workers.replica.config import ReplicaConfig
 from workers.replica.decode import DecodeRole
 from workers.replica.desk import Desk
 from workers.replica.lifecycle import Lifecycle
-from workers.replica.link import FrontLink, Inbound, LinkDown, LinkUp
+from workers.replica.link import FrontLink, Inbound, LinkDown, LinkUp, NewsLost
 from workers.replica.loading import LoadedModel, load_model
 from workers.replica.prefill import PrefillRole
+from workers.replica.prefix_news import PrefixNews
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,8 @@ class Leader:
         self.config, self._on_fatal = config, on_fatal
         self.incarnation = mint_incarnation()
         self.model: LoadedModel = load_model(config, progress)
-        self.engine = Engine(self.model.engine_config, self.model.runner, time.monotonic)
+        self.engine = Engine(self.model.engine_config, self.model.runner, costs=MeasuredCosts(self.model.costs))
+        self._news = PrefixNews(self.engine.prefixes)
         self.lifecycle = Lifecycle()
         self._desk = Desk(
             config.role, "prefill" if config.role == "prefill" else "decode", self.lifecycle, time.monotonic
@@ -205,6 +208,9 @@ class Leader:
                 self._ingresses.add(ingress)
                 self._desk.streams.link_up(ingress)
                 self._last_load = (0.0, None)
+                self._news.start_over(ingress)
+            case NewsLost():
+                self._news.start_over(ingress)
             case LinkDown():
                 self._ingresses.discard(ingress)
                 self._desk.dispatches.pop(ingress, None)
@@ -224,7 +230,11 @@ class Leader:
             self._on_fatal(error)
 
     def _flush(self) -> None:
-        self._post_load(time.monotonic())
+        now = time.monotonic()
+        self._post_load(now)
+        for ingress, frames in self._news.take(self._ingresses, now).items():
+            for frame in frames:
+                self._desk.post(ingress, frame)
         batches = self._desk.take_outbox()
         if batches:
             self._link.send(batches)
@@ -264,7 +274,7 @@ class Leader:
             state=self.lifecycle.state,
             last_dispatch=0,
             blocks_total=self.config.num_blocks,
-            blocks_free=pool.num_free,
+            blocks_free=pool.num_available,
             blocks_quarantined=pool.num_quarantined,
             running=self.engine.count("running") + self.engine.count("held"),
             waiting=self.engine.count("reserved") + self.engine.count("preempted"),
@@ -272,4 +282,5 @@ class Leader:
             itl_us=int(role.itl_us) if isinstance(role, DecodeRole) else 0,
             open_lanes=tuple(sorted(self._receiver.open_sources())) if self._receiver is not None else (),
             computed_prompt=self.engine.computed_prompt,
+            blocks_cached=pool.num_cached,
         )

@@ -23,6 +23,7 @@ from workers.protocol import (
     LOST_S,
     Accept,
     Busy,
+    Cache,
     Delta,
     DownMessage,
     Heartbeat,
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 64 << 10
 FLUSH_RETRY_S = 0.005
+MAX_NEWS = 256
+"""CACHE frames of 32 KiB that may wait for a congested link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,16 @@ class LinkUp:
 
 
 @dataclass(frozen=True, slots=True)
+class NewsLost:
+    """CACHE frames to this ingress were dropped: its link is congested. It needs everything again."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinkDown:
     """The connection of an ingress ended."""
 
 
-Inbound = DownMessage | LinkUp | LinkDown
+Inbound = DownMessage | LinkUp | LinkDown | NewsLost
 Deliver = Callable[[int, Inbound], None]
 
 
@@ -62,6 +70,7 @@ class _Peer:
     deltas: dict[tuple[bytes, int], Delta] = field(default_factory=dict)
     others: list[UpMessage] = field(default_factory=list)
     load: Load | None = None
+    news: list[UpMessage] = field(default_factory=list)
     retry: asyncio.TimerHandle | None = None
 
 
@@ -183,8 +192,18 @@ class FrontLink:
             peer.load = message
         elif isinstance(message, Accept | Busy):
             peer.replies.append(message)
+        elif isinstance(message, Cache):
+            self._add_news(peer, message)
         else:
             peer.others.append(message)
+
+    def _add_news(self, peer: _Peer, message: Cache) -> None:
+        if message.is_whole:
+            peer.news = []
+        peer.news.append(message)
+        if len(peer.news) > MAX_NEWS:
+            peer.news = []
+            self._deliver(peer.incarnation, NewsLost())
 
     def _flush(self, peer: _Peer, *, force: bool = False) -> None:
         """ACCEPT leaves before tokens, tokens before END and FAILED: an END never arrives ahead of what it counts."""
@@ -194,8 +213,8 @@ class FrontLink:
                 peer.retry = self._loop.call_later(FLUSH_RETRY_S, self._retry, peer)
             return
         tokens: list[UpMessage] = [Tokens(tuple(peer.deltas.values()))] if peer.deltas else []
-        messages = peer.replies + tokens + peer.others + ([peer.load] if peer.load is not None else [])
-        peer.replies, peer.deltas, peer.others, peer.load = [], {}, [], None
+        messages = peer.replies + tokens + peer.others + ([peer.load] if peer.load is not None else []) + peer.news
+        peer.replies, peer.deltas, peer.others, peer.load, peer.news = [], {}, [], None, []
         for message in messages:
             peer.connection.send(FRONT_CODEC.encode(message))
 

@@ -10,9 +10,11 @@ import torch
 
 from kv_transfer.layout import KVLayout, make_model_digest
 from workers.engine.config import EngineConfig
+from workers.engine.cost import CostTable
 from workers.model.arch import DecoderSpec
 from workers.model.progress import Progress, ignore_progress
 from workers.replica.config import ReplicaConfig
+from workers.runner.calibrate import measure_costs
 from workers.runner.choose import RunnerSettings, choose_runner
 from workers.runner.model_runner import ModelRunner, digest_facts
 
@@ -24,6 +26,8 @@ class LoadedModel:
     runner: ModelRunner
     spec: DecoderSpec
     engine_config: EngineConfig
+    costs: CostTable
+    """What its steps take on this machine, measured just now."""
     digest: str
     """Equal for two workers exactly when they may share KV caches."""
 
@@ -47,6 +51,8 @@ def load_model(config: ReplicaConfig, progress: Progress = ignore_progress) -> L
         chunk_tokens=config.chunk_tokens,
         max_running=config.max_running,
         max_context_tokens=config.max_context_tokens,
+        step_budget_ms=config.step_budget_ms,
+        prefix_cache=config.prefix_cache,
     )
     settings = RunnerSettings(
         folder=Path(config.model_path),
@@ -62,4 +68,7 @@ def load_model(config: ReplicaConfig, progress: Progress = ignore_progress) -> L
     logger.info("model %s in %s computed by %s", config.model_id, config.dtype, chosen.how)
     spec = chosen.runner.model.spec
     digest = make_model_digest(digest_facts(settings.folder, spec, config.dtype))
-    return LoadedModel(chosen.runner, spec, engine_config, digest)
+    progress("measuring steps", 0.0)
+    costs = measure_costs(chosen.runner, engine_config)
+    logger.info("steps: %s", costs)
+    return LoadedModel(chosen.runner, spec, engine_config, costs, digest)

@@ -5,6 +5,7 @@ tokens.
 
     PREFILL -> reserve every block, ACCEPT, BEGIN, start
     layer group of a chunk computed -> push(unit)            (kv_transfer gathers it at once and sends when granted)
+    what its own prefix cache has beyond decode's is pushed at once
     prompt computed, first token sampled -> finish(meta)     FIN
     ADOPTED -> END with timings, blocks back                 TransferFailed -> FAILED, blocks back
 """
@@ -18,6 +19,7 @@ from kv_transfer.layout import KVLayout, plan_units
 from kv_transfer.messages import TransferKey
 from workers.engine.engine import Engine, StepResult
 from workers.engine.plan import Chunk, StepPlan
+from workers.engine.request import Request
 from workers.protocol import (
     BusyReason,
     Generate,
@@ -43,10 +45,13 @@ class Shipment:
 
     key: StreamKey
     num_tokens: int
+    num_cached: int
+    """Tokens that were in the prefix cache here: they are not computed."""
     accepted_us: int
     is_explained: bool
-    pushed_tokens: int = 0
-    computed_tokens: int = 0
+    pushed_tokens: int
+    """Shipped so far, or not to be shipped because decode has them."""
+    computed_tokens: int
     chunks: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     """(first token, tokens, start, last layer's KV written, end) of each chunk."""
     facts: dict[str, object] = field(default_factory=dict)
@@ -67,18 +72,39 @@ class PrefillRole(Role):
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def prefill(self, ingress: int, message: Prefill) -> None:
-        """Reserves, accepts and starts a prompt, or answers BUSY."""
+        """Reserves, accepts and starts a prompt, or answers BUSY. Ships what follows `skip_tokens`, wherever it is
+        from."""
         request = self._admit(ingress, message, reason="routine", hold=True)
         if request is None:
             return
         key, num_tokens = request.key, len(request.known)
-        self._shipments[key] = Shipment(key, num_tokens, now_us(), message.explain, pushed_tokens=message.skip_tokens)
+        self._shipments[key] = shipment = Shipment(
+            key, num_tokens, request.num_cached, now_us(), message.explain,
+            pushed_tokens=message.skip_tokens, computed_tokens=request.num_cached,
+        )  # fmt: skip
         self._sender.begin(TransferKey(*key), message.decode, request.blocks, num_tokens, message.skip_tokens)
+        self._push_cached(shipment)
         self._engine.start(key)
 
-    def _refusal(self, message: Generate | Prefill, num_tokens: int) -> BusyReason | None:
+    def _push_cached(self, shipment: Shipment) -> None:
+        """Pushes what the cache has and decode has not, as far as it fills units; the rest joins the first chunk."""
+        layout, least = self._layout, self._config.min_unit_bytes
+        num_tokens = max(self._config.chunk_tokens, -(-least // layout.bytes_per_token))
+        while shipment.computed_tokens - shipment.pushed_tokens >= num_tokens:
+            for first_layer, num_layers in plan_units(num_tokens, layout, least):
+                key = TransferKey(*shipment.key)
+                self._sender.push(key, shipment.pushed_tokens, num_tokens, first_layer, num_layers)
+            shipment.pushed_tokens += num_tokens
+
+    def _skip_tokens(self, message: Generate | Prefill, request: Request) -> int:
+        return 0
+
+    def _refusal(self, message: Generate | Prefill, request: Request) -> BusyReason | None:
         if not isinstance(message, Prefill) or message.decode not in self._sender.open_peers():
             return "no_lane"
+        if message.skip_tokens >= len(request.known):
+            raise ValueError(f"{message.skip_tokens} of {len(request.known)} tokens are to be skipped: none is left")
+        num_tokens = len(request.known) - self._engine.find_prefix(request)
         ahead = self._tokens_ahead(num_tokens)
         allowed_s = TTFT_SHARE * self._config.ttft_target_ms / 1000
         if ahead and self._tokens_per_s and (ahead + num_tokens) / self._tokens_per_s > allowed_s:
@@ -86,8 +112,8 @@ class PrefillRole(Role):
         return None
 
     def _tokens_ahead(self, num_tokens: int) -> int:
-        """Uncomputed tokens that go before a new prompt of `num_tokens`: the scheduler takes the shortest first, so a
-        long prompt that is being computed keeps no short one out."""
+        """Uncomputed tokens that go before a new prompt of `num_tokens` uncached ones: the scheduler takes the shortest
+        first, so a long prompt that is being computed keeps no short one out."""
         left = (s.num_tokens - s.computed_tokens for s in self._shipments.values())
         return sum(tokens for tokens in left if tokens <= num_tokens)
 
@@ -186,7 +212,7 @@ def timings(shipment: Shipment, trace: SendTrace) -> PrefillTimings:
         sent_bytes=sum(unit.num_bytes for unit in trace.units),
         hidden_bytes=sum(unit.num_bytes for unit in trace.units if unit.sent_us <= written),
         exposed_us=max(0, now_us() - ended),
-        prompt_tokens=shipment.computed_tokens,
+        prompt_tokens=shipment.computed_tokens - shipment.num_cached,
     )
 
 

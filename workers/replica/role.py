@@ -41,8 +41,13 @@ class Role(abc.ABC):
     # --- admission --------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _refusal(self, message: Generate | Prefill, num_tokens: int) -> BusyReason | None:
-        """Why this role cannot take the request now, before the engine is asked for blocks."""
+    def _refusal(self, message: Generate | Prefill, request: Request) -> BusyReason | None:
+        """Why this role cannot take the request now, before the engine is asked for blocks. Raises ValueError for what
+        it can never serve."""
+
+    @abc.abstractmethod
+    def _skip_tokens(self, message: Generate | Prefill, request: Request) -> int:
+        """What ACCEPT says of the reserved request: tokens whose KV cache need not be shipped."""
 
     @abc.abstractmethod
     def _let_go(self, key: StreamKey, reason: str) -> None:
@@ -67,10 +72,10 @@ class Role(abc.ABC):
         request = Request(
             key=key, known=known, num_prompt=len(known) - num_emitted, num_emitted=num_emitted,
             sampling=message.sampling, hold_after_prompt=hold, reason=reason, explain=message.explain,
-            arrival=self.desk.clock(),
+            arrival=self.desk.clock(), tenant=message.tenant, priority=message.priority,
         )  # fmt: skip
-        busy = self.desk.hindrance(message) or self._refusal(message, len(known))
         try:
+            busy = self.desk.hindrance(message) or self._refusal(message, request)
             if busy is None and not self._engine.reserve(request, self._num_blocks(request), self._keep_free()):
                 busy = "blocks"
         except ValueError:
@@ -79,7 +84,7 @@ class Role(abc.ABC):
         if busy is not None:
             self.desk.refuse(ingress, message, busy)
             return None
-        self.desk.accept(ingress, message, num_emitted)
+        self.desk.accept(ingress, message, num_emitted, self._skip_tokens(message, request), request.num_cached)
         return request
 
     # --- ends -------------------------------------------------------------------------------------------------------

@@ -1,20 +1,31 @@
-"""Any interleaving of reserve, start, adopt, release, prove and step: outputs are the fake model's, nothing starves or
-leaks.
+"""Any interleaving of reserve, start, adopt, release, prove and step, over texts that begin alike: outputs are the fake
+model's whatever was cached, evicted or preempted; nothing is written while shared, starves or leaks; budgets are kept.
 """
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.support.fake_model import VOCAB, FakeRunner, continue_text
 from workers.engine.config import EngineConfig
+from workers.engine.cost import BrokenLine, CostTable, MeasuredCosts, StepShape
 from workers.engine.engine import Engine, StepResult
+from workers.engine.plan import StepPlan
 from workers.engine.request import Request
 from workers.protocol import SamplingParams, StreamKey
 
-CONFIG = EngineConfig(block_tokens=4, num_blocks=14, chunk_tokens=6, max_running=5, max_context_tokens=40)
+BUDGET_MS = 8.0
+CONFIG = EngineConfig(
+    block_tokens=4, num_blocks=14, chunk_tokens=6, max_running=5, max_context_tokens=40, min_chunk_tokens=2,
+    step_budget_ms=BUDGET_MS,
+)  # fmt: skip
+COSTS = CostTable(
+    decodes=BrokenLine(((1, 1.0),)), prompt=BrokenLine(((1, 1.0),)), ms_per_decode_context=0.0, ms_per_pair=0.02
+)
+TEXTS = [[(n * i) % VOCAB for i in range(40)] for n in (1, 2, 1 << 9)]
 
 
 @dataclass
@@ -32,7 +43,8 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.runner = FakeRunner(CONFIG.block_tokens)
-        self.engine = Engine(CONFIG, self.runner, lambda: self.now)
+        self.costs = MeasuredCosts(COSTS)
+        self.engine = Engine(CONFIG, self.runner, costs=self.costs)
         self.live: dict[StreamKey, Expected] = {}
         self.quarantined: set[int] = set()
         self.count = 0
@@ -42,26 +54,33 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 30), emitted=st.integers(0, 5), max_tokens=st.integers(1, 30), spare=st.integers(0, 2),
         holds=st.booleans(), stop=st.sets(st.integers(0, VOCAB - 1), max_size=6), keep=st.integers(0, 3),
+        text=st.sampled_from(TEXTS), fork=st.integers(0, 60), standing=st.tuples(st.booleans(), st.integers(-2, 2)),
     )  # fmt: skip
     def reserve(
-        self, length: int, emitted: int, max_tokens: int, spare: int, holds: bool, stop: set[int], keep: int
-    ) -> None:
+        self, length: int, emitted: int, max_tokens: int, spare: int, holds: bool, stop: set[int], keep: int,
+        text: list[int], fork: int, standing: tuple[bool, int],
+    ) -> None:  # fmt: skip
         self.count += 1
         emitted = min(emitted, max_tokens - 1)
-        known = [(7 * self.count + i) % VOCAB for i in range(length + emitted)]
+        known = [*text[:fork], *((7 * self.count + i) % VOCAB for i in range(40))][: length + emitted]
         request = Request(
             key=StreamKey(self.count.to_bytes(16, "big"), 1), known=list(known), num_prompt=length, num_emitted=emitted,
             sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop)), hold_after_prompt=holds,
-            arrival=self.now,
+            arrival=self.now, tenant=b"a" * standing[0], priority=standing[1],
         )  # fmt: skip
-        num_blocks = CONFIG.blocks_for(len(known)) + spare
-        free, waits = self.engine.pool.num_free, self.engine.count("preempted")
+        num_blocks, pool = CONFIG.blocks_for(len(known)) + spare, self.engine.pool
+        found = self.engine.find_prefix(request) // 4
+        held = pool.count_unreferenced(self.engine.prefixes.tables(request.names, found)[0])
+        free, waits, cached = pool.num_available, self.engine.count("preempted"), pool.num_cached
         accepted = self.engine.reserve(request, num_blocks, keep)
-        assert accepted == (not waits and self.engine.num_open - accepted < 5 and free >= num_blocks + keep)
+        has_room = free - held >= num_blocks - found + keep
+        assert accepted == (not waits and self.engine.num_open - accepted < 5 and has_room)
         if accepted:
+            assert request.computed == request.num_cached == 4 * found < len(known)
             self.live[request.key] = Expected(request, self._answer(request), emitted)
         else:
-            assert (request.status, request.blocks, self.engine.pool.num_free) == ("new", [], free)
+            assert (request.status, request.tables, pool.num_available) == ("new", [], free)
+            assert pool.num_cached == cached
 
     @precondition(lambda self: self.of("reserved"))
     @rule(data=st.data())
@@ -73,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
     def adopt(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.of("reserved")))
         request = self.live[key].request
-        self.runner.fill(request.blocks, request.known)
+        self.runner.fill(request.tables[0], request.known, request.computed)
         self.engine.adopt(key, continue_text(request.known, 1)[0])
 
     @precondition(lambda self: self.live)
@@ -81,7 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.live)))
         request = self.live.pop(key).request
-        window = request.blocks if request.status == "reserved" else []
+        window = request.tables[0][request.computed // 4 :] if request.status == "reserved" else []
         written = [block for block in window if data.draw(st.booleans())]
         self.engine.release(key, written)
         self.engine.release(key)
@@ -96,22 +115,47 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.prove(proven)
         self.quarantined -= set(proven)
 
-    @rule()
+    @rule(num=st.integers(1, 12))
+    def steps(self, num: int) -> None:
+        for _ in range(num):
+            self.step()
+
     def step(self) -> None:
         had_work, plans = self.engine.has_work, len(self.runner.plans)
+        costs = MeasuredCosts(COSTS)
+        costs.decode_factor, costs.prompt_factor = self.costs.decode_factor, self.costs.prompt_factor
         result = self.engine.step()
         self.now += 0.01
         assert had_work or not (result.outputs or result.preempted or len(self.runner.plans) > plans)
         for plan in self.runner.plans[plans:]:
-            assert sum(len(chunk.tokens) for chunk in plan.chunks if chunk.is_prompt) <= CONFIG.chunk_tokens
+            self._check_budget(plan, costs)
         self._check(result)
+
+    @rule(ms=st.floats(0.1, 100))
+    def the_machine_changes(self, ms: float) -> None:
+        """Its steps become slower or faster; what they cost is learned."""
+        self.runner.step_us = int(ms * 1000)
+
+    def _check_budget(self, plan: StepPlan, costs: MeasuredCosts) -> None:
+        """A step keeps the token budget, and that of milliseconds by the costs it was planned with, or moves little."""
+        shape, prompts = StepShape(), [chunk for chunk in plan.chunks if chunk.is_prompt]
+        for chunk in plan.chunks:
+            if chunk.is_prompt:
+                shape.add_prompt(len(chunk.tokens), chunk.first_position)
+            else:
+                shape.add_decode(chunk.first_position)
+        assert shape.prompt_tokens <= CONFIG.chunk_tokens
+        is_least = len(prompts) == 1 and shape.prompt_tokens <= CONFIG.min_chunk_tokens
+        assert not prompts or is_least or costs.predict(shape) <= BUDGET_MS + 1e-9
 
     # --- what must hold -----------------------------------------------------------------------------------------------
 
     @invariant()
     def blocks_are_whole(self) -> None:
         self.engine.check_integrity()
-        assert self.engine.pool.num_quarantined == len(self.quarantined)
+        pool = self.engine.pool
+        assert pool.num_quarantined == len(self.quarantined)
+        assert pool.num_free + pool.num_used + pool.num_cached + pool.num_quarantined == CONFIG.num_blocks
 
     def teardown(self) -> None:
         """Whatever happened, what is left finishes in bounded steps once transfers end, and every block comes back."""
@@ -128,7 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._check(self.engine.step())
             self.now += 0.01
         assert self.live == {}, "a request starved"
-        assert self.engine.pool.num_free == CONFIG.num_blocks
+        assert self.engine.pool.num_available == CONFIG.num_blocks
 
     def of(self, status: str) -> list[StreamKey]:
         return sorted(key for key, expected in self.live.items() if expected.request.status == status)
@@ -155,5 +199,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert finished.reason == ("stop" if is_stop else "length")
 
 
-TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+@pytest.mark.timeout(1800)
+def test_engine(is_full: bool) -> None:
+    """In full at least 100,000 steps."""
+    examples = 2300 if is_full else 120
+    run_state_machine_as_test(
+        EngineMachine, settings=settings(max_examples=examples, stateful_step_count=60, deadline=None)
+    )

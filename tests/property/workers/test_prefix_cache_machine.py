@@ -146,5 +146,5 @@ class WindowsOnlyMachine(PrefixMachine):
 @pytest.mark.parametrize("machine", [PrefixMachine, WindowsOnlyMachine])
 def test_prefix_cache(machine: type[PrefixMachine], is_full: bool) -> None:
     """In full at least 100,000 steps."""
-    examples = 1100 if is_full else 40
+    examples = 1300 if is_full else 40
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50, deadline=None))

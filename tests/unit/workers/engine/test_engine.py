@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.fake_model import FakeRunner, continue_text
 from workers.engine.config import EngineConfig
+from workers.engine.cost import StepShape
 from workers.engine.engine import Engine, Finished, Output, StepResult
 from workers.engine.plan import StepPlan
 from workers.engine.request import Request
@@ -18,7 +19,7 @@ class Rig:
         self.config = EngineConfig(**{**settings, **config})
         self.runner = FakeRunner(self.config.block_tokens)
         self.now = 0.0
-        self.engine = Engine(self.config, self.runner, lambda: self.now)
+        self.engine = Engine(self.config, self.runner)
 
     def request(self, name: int, length: int, **fields) -> Request:
         defaults = {"sampling": SamplingParams(max_tokens=8), "arrival": self.now}
@@ -61,7 +62,7 @@ def test_a_prompt_runs_in_chunks_and_then_decodes_to_its_length() -> None:
     assert outputs == [Output(request.key, i, token) for i, token in enumerate(expected)]
     assert finished == [Finished(request.key, "length", 8)]
     assert rig.engine.get(request.key) is None
-    assert rig.engine.pool.num_free == 16
+    assert rig.engine.pool.num_available == 16
     assert rig.engine.computed_prompt == ComputedPrompt(routine=19)
 
 
@@ -123,7 +124,7 @@ def test_release_between_adopt_and_step_emits_nothing() -> None:
     rig.engine.adopt(request.key, 5)
     rig.engine.release(request.key)
     assert rig.steps() == StepResult()
-    assert rig.engine.pool.num_free == 16
+    assert rig.engine.pool.num_available == 16
 
 
 def test_prefill_holds_its_blocks_until_release() -> None:
@@ -135,7 +136,7 @@ def test_prefill_holds_its_blocks_until_release() -> None:
     assert (request.status, len(request.blocks), rig.engine.has_work) == ("held", 2, False)
     assert rig.engine.num_open == 0
     rig.engine.release(request.key)
-    assert rig.engine.pool.num_free == 16
+    assert rig.engine.pool.num_available == 16
 
 
 def test_decodes_go_before_prompts_which_share_the_budget_shortest_first() -> None:
@@ -223,7 +224,7 @@ def test_reserve_refuses_without_a_trace() -> None:
     assert rig.engine.reserve(rig.request(2, 4), 1)
     refused = rig.request(3, 4)
     assert not rig.engine.reserve(refused, 1), "max_running"
-    assert (refused.status, rig.engine.pool.num_free) == ("new", 5)
+    assert (refused.status, rig.engine.pool.num_available) == ("new", 5)
 
 
 @pytest.mark.parametrize(
@@ -235,14 +236,13 @@ def test_reserve_refuses_without_a_trace() -> None:
         ({"num_emitted": 2, "sampling": SamplingParams(max_tokens=2)}, 1, "already emitted"),
         ({}, 0, "0 blocks do not fit"),
         ({}, 17, "17 blocks do not fit"),
-        ({"computed": 4}, 1, "4 of 4"),
     ],
 )
 def test_reserve_rejects_what_can_never_be_served(fields: dict, num_blocks: int, message: str) -> None:
     rig = Rig()
     with pytest.raises(ValueError, match=message):
         rig.engine.reserve(rig.request(1, 4, **fields), num_blocks)
-    assert rig.engine.pool.num_free == 16
+    assert rig.engine.pool.num_available == 16
 
 
 def test_a_key_cannot_be_reserved_twice() -> None:
@@ -259,11 +259,11 @@ def test_quarantined_blocks_wait_for_their_proof() -> None:
     written = request.blocks[:1]
     rig.engine.release(request.key, written)
     rig.engine.release(request.key)
-    assert (rig.engine.pool.num_free, rig.engine.pool.num_quarantined) == (15, 1)
+    assert (rig.engine.pool.num_available, rig.engine.pool.num_quarantined) == (15, 1)
     with pytest.raises(AssertionError, match="too late"):
         rig.engine.release(request.key, written)
     rig.engine.prove(written)
-    assert rig.engine.pool.num_free == 16
+    assert rig.engine.pool.num_available == 16
 
 
 def test_only_the_first_token_is_explained() -> None:
@@ -322,3 +322,192 @@ def test_requests_run_in_order_of_arrival_whatever_the_order_of_reservation() ->
 def test_config_refuses_contradictions(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field.removesuffix("_per_s")):
         Rig(**{field: value})
+
+
+# --- cached prefixes ----------------------------------------------------------------------------------------------
+
+
+def drain(rig: Rig) -> dict[StreamKey, list[int]]:
+    tokens: dict[StreamKey, list[int]] = {}
+    while rig.engine.has_work:
+        for output in rig.steps().outputs:
+            tokens.setdefault(output.key, []).append(output.token)
+        rig.engine.check_integrity()
+    return tokens
+
+
+def test_a_second_request_computes_only_what_differs() -> None:
+    rig = Rig()
+    drain_first = rig.begin(1, 19)
+    drain(rig)
+    rig.runner.plans.clear()
+    text = [10 + i for i in range(14)] + [99, 98, 97]
+    request = rig.begin(2, 17, known=list(text))
+    assert (request.num_cached, request.computed) == (12, 12)
+    assert drain(rig)[request.key] == continue_text(text, 8)
+    assert rig.runner.plans[0].chunks[0].first_position == 12
+    assert rig.engine.computed_prompt == ComputedPrompt(routine=19 + 5)
+    assert drain_first.status == "finished"
+
+
+def test_the_last_token_always_runs() -> None:
+    rig = Rig()
+    rig.begin(1, 8)
+    drain(rig)
+    request = rig.begin(2, 8, known=[10 + i for i in range(8)])
+    assert request.num_cached == 4
+    assert drain(rig)[request.key] == continue_text([10 + i for i in range(8)], 8)
+
+
+def test_generated_tokens_are_found_by_the_next_turn() -> None:
+    rig = Rig()
+    first = rig.begin(1, 6)
+    answer = drain(rig)[first.key]
+    turn = [10 + i for i in range(6)] + answer + [5, 6]
+    request = rig.begin(2, len(turn), known=list(turn))
+    assert request.num_cached == 12, "the KV of the last answered token was never computed"
+    assert drain(rig)[request.key] == continue_text(turn, 8)
+
+
+def test_a_running_request_s_blocks_are_shared_and_outlive_it() -> None:
+    rig = Rig(num_blocks=9, max_context_tokens=36)
+    first = rig.begin(1, 12)
+    rig.steps(2)
+    second = rig.begin(2, 12, known=[10 + i for i in range(12)])
+    assert second.tables[0][:2] == first.tables[0][:2]
+    rig.engine.release(first.key)
+    assert drain(rig)[second.key] == continue_text([10 + i for i in range(12)], 8)
+
+
+def test_a_block_is_found_only_once_it_is_final() -> None:
+    rig = Rig(chunk_tokens=6)
+    rig.begin(1, 20)
+    other = rig.request(2, 20, known=[10 + i for i in range(20)])
+    assert rig.engine.find_prefix(other) == 0
+    rig.steps()
+    assert rig.engine.find_prefix(other) == 4
+    rig.steps(2)
+    assert rig.engine.find_prefix(other) == 16
+
+
+def test_kv_that_was_expected_is_found_after_its_adoption_and_not_before() -> None:
+    rig = Rig()
+    first = rig.request(1, 10)
+    assert rig.engine.reserve(first, 4)
+    other = rig.request(2, 10, known=list(first.known))
+    assert rig.engine.find_prefix(other) == 0
+    rig.runner.fill(first.tables[0], first.known)
+    rig.engine.adopt(first.key, continue_text(first.known, 1)[0])
+    assert rig.engine.find_prefix(other) == 8
+    revoked = rig.request(3, 10)
+    assert rig.engine.reserve(revoked, 3)
+    rig.engine.release(revoked.key, revoked.tables[0][:1])
+    assert rig.engine.find_prefix(rig.request(4, 10, known=list(revoked.known))) == 0
+
+
+def test_tenants_share_nothing_and_a_switch_turns_it_off() -> None:
+    rig, off = Rig(), Rig(prefix_cache=False)
+    for each in (rig, off):
+        each.begin(1, 12, tenant=b"a")
+        drain(each)
+    same = [10 + i for i in range(12)]
+    assert rig.begin(2, 12, known=list(same), tenant=b"b").num_cached == 0
+    assert rig.begin(3, 12, known=list(same), tenant=b"a").num_cached == 8
+    assert off.begin(3, 12, known=list(same), tenant=b"a").num_cached == 0
+    assert off.engine.pool.num_cached == 0
+
+
+def test_a_preempted_request_comes_back_to_what_it_had_computed() -> None:
+    recomputed = []
+    for prefix_cache in (True, False):
+        rig = Rig(num_blocks=7, max_context_tokens=28, prefix_cache=prefix_cache)
+        sampling = SamplingParams(max_tokens=14)
+        old = rig.begin(1, 8, sampling=sampling)
+        rig.now = 1.0
+        young = rig.begin(2, 8, sampling=sampling)
+        tokens = drain(rig)
+        assert tokens[young.key] == continue_text([20 + i for i in range(8)], 14)
+        assert tokens[old.key] == continue_text([10 + i for i in range(8)], 14)
+        recomputed.append(rig.engine.computed_prompt.preempt)
+    assert 0 < recomputed[0] < recomputed[1]
+
+
+def test_the_pool_is_used_up_before_anything_is_forgotten_and_the_oldest_goes_first() -> None:
+    rig = Rig(num_blocks=8, max_context_tokens=32)
+    for name in (1, 2, 3):
+        rig.begin(name, 9, sampling=SamplingParams(max_tokens=1))
+        drain(rig)
+    found = [rig.engine.find_prefix(rig.request(name, 9)) for name in (1, 2, 3)]
+    assert found == [8, 8, 8]
+    rig.begin(4, 13, sampling=SamplingParams(max_tokens=1))
+    drain(rig)
+    assert [rig.engine.find_prefix(rig.request(name, 9)) for name in (1, 2, 3, 4)] == [0, 8, 8, 8]
+
+
+# --- priorities and budgets ---------------------------------------------------------------------------------------
+
+
+def test_the_lowest_priority_is_preempted_then_the_youngest() -> None:
+    rig = Rig(num_blocks=6, max_context_tokens=24)
+    low = rig.begin(1, 8, priority=-1)
+    rig.now = 1.0
+    high = rig.begin(2, 8, priority=1)
+    rig.now = 2.0
+    rig.begin(3, 4)
+    preempted = []
+    for _ in range(8):
+        preempted += rig.steps().preempted
+    assert preempted[0] == low.key
+    assert high.status in ("running", "finished")
+
+
+def test_prompts_of_higher_priority_go_first_until_the_others_have_waited_long_enough() -> None:
+    rig = Rig(num_blocks=64, max_context_tokens=200, chunk_tokens=4, ageing_tokens_per_s=10.0)
+    rig.begin(1, 8)
+    long = rig.begin(2, 40, priority=1)
+    rig.steps()
+    assert rig.ran()[0][0] == 2, "longer by 32 tokens, and ahead by a level's 80"
+    rig.engine.release(long.key)
+    rig.now = 60.0
+    rig.begin(3, 8, priority=1)
+    rig.steps()
+    assert rig.ran()[0][0] == 1, "52 s more of waiting are worth 520 tokens"
+
+
+class FixedCosts:
+    """One millisecond per row and per prompt token."""
+
+    def predict(self, shape: StepShape) -> float:
+        return shape.decode_rows + shape.prompt_tokens
+
+    def tokens_for(self, budget_ms: float, shape: StepShape, context: int, most: int) -> int:
+        return max(0, min(most, int(budget_ms - self.predict(shape))))
+
+    def observe(self, shape: StepShape, milliseconds: float) -> None:
+        self.seen = (shape.decode_rows, shape.prompt_tokens, milliseconds)
+
+
+def test_a_budget_in_milliseconds_bounds_the_prompt_tokens_of_a_step() -> None:
+    rig = Rig(num_blocks=64, max_context_tokens=200, chunk_tokens=100, step_budget_ms=12.0, min_chunk_tokens=3)
+    costs = FixedCosts()
+    rig.engine = Engine(rig.config, rig.runner, costs=costs)
+    rig.runner.step_us = 7000
+    for name in range(5):
+        rig.begin(name, 1)
+    rig.steps()
+    rig.begin(7, 30)
+    rig.begin(8, 5)
+    rig.steps()
+    assert rig.ran()[5:] == [(8, 5, True), (7, 2, True)]
+    assert costs.seen == (5, 7, 7.0)
+
+
+def test_a_step_without_budget_left_still_moves_one_prompt_on() -> None:
+    rig = Rig(num_blocks=64, max_context_tokens=200, chunk_tokens=100, step_budget_ms=0.5, min_chunk_tokens=3)
+    rig.engine = Engine(rig.config, rig.runner, costs=FixedCosts())
+    rig.begin(7, 30)
+    rig.begin(8, 5)
+    rig.steps()
+    assert rig.ran() == [(8, 3, True)]
+    rig.steps()
+    assert rig.ran() == [(8, 2, True)]

@@ -2,6 +2,7 @@
 when blocks come back.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +76,7 @@ class FakeChannel:
 
     def expect(self, key: TransferKey, source: int, blocks: list[int], num_tokens: int, skip_tokens: int) -> None:
         self.calls.append(("expect", source, num_tokens))
-        self.blocks = tuple(blocks)
+        self.blocks, self.skip_tokens = tuple(blocks), skip_tokens
 
     def revoke(self, key: TransferKey, reason: str) -> tuple[int, ...]:
         self.calls.append(("revoke", reason))
@@ -124,7 +125,7 @@ class Bench:
     @property
     def num_free(self) -> int:
         self.engine.check_integrity()
-        return self.engine.pool.num_free
+        return self.engine.pool.num_available
 
 
 def make_bench(
@@ -138,10 +139,10 @@ def make_bench(
     )  # fmt: skip
     engine_config = EngineConfig(
         block_tokens=4, num_blocks=num_blocks, chunk_tokens=chunk_tokens, max_running=settings.max_running,
-        max_context_tokens=64,
+        max_context_tokens=64, prefix_cache=settings.prefix_cache,
     )  # fmt: skip
     runner = FakeRunner(block_tokens=4, num_layers=4)
-    engine = Engine(engine_config, runner, clock)
+    engine = Engine(engine_config, runner)
     desk = Desk(settings.role, "decode", lifecycle, clock)
     if role == "prefill":
         made: Any = PrefillRole(settings, engine, channel, LAYOUT, desk)  # type: ignore[arg-type]
@@ -358,3 +359,107 @@ def test_a_misdirected_message_of_a_higher_attempt_ends_the_lower_and_is_refused
     wrong = generate(attempt=1) if role == "prefill" else prefill(attempt=1)
     assert bench.say(wrong) == [Accept(S, 1, 0, 0), Failed(S, 1, "decode", "invalid")]
     assert bench.num_free == 20
+
+
+# --- cached prefixes --------------------------------------------------------------------------------------------------
+
+
+def test_prefill_ships_what_it_has_cached_and_computes_the_rest() -> None:
+    bench = make_bench("prefill", chunk_tokens=8, min_unit_bytes=LAYOUT.unit_bytes(8, 4))
+    bench.say(prefill(S, num_tokens=26))
+    bench.run()
+    bench.say(Adopted(TransferKey(S, 0), SendTrace(())))
+    bench.channel.calls.clear()
+    assert bench.say(prefill(T, num_tokens=26)) == [Accept(T, 0, 0, 24)]
+    assert bench.channel.pushed() == [(0, 8, 0, 4), (8, 8, 0, 4), (16, 8, 0, 4)], "before anything is computed"
+    bench.run()
+    assert bench.channel.pushed()[3:] == [(24, 2, 0, 4)]
+    (end,) = bench.say(Adopted(TransferKey(T, 0), SendTrace(())))
+    assert isinstance(end, PrefillEnd)
+    assert end.timings.prompt_tokens == 2
+    assert bench.engine.computed_prompt.routine == 28
+    assert bench.num_free == 20
+
+
+def test_cached_tokens_too_few_for_a_unit_join_the_first_chunk() -> None:
+    bench = make_bench("prefill", chunk_tokens=8, min_unit_bytes=LAYOUT.unit_bytes(12, 4))
+    bench.say(prefill(S, num_tokens=10))
+    bench.run()
+    bench.say(Adopted(TransferKey(S, 0), SendTrace(())))
+    bench.channel.calls.clear()
+    assert bench.say(prefill(T, num_tokens=26)) == [Accept(T, 0, 0, 8)]
+    assert bench.channel.pushed() == []
+    bench.run()
+    assert bench.channel.pushed() == [(0, 16, 0, 4), (16, 10, 0, 4)]
+
+
+@pytest.mark.parametrize("skip", [4, 12, 24])
+def test_prefill_ships_from_skip_tokens_on_whatever_it_computes(skip: int) -> None:
+    bench = make_bench("prefill", chunk_tokens=8)
+    bench.say(prefill(S, num_tokens=14))
+    bench.run()
+    bench.say(Adopted(TransferKey(S, 0), SendTrace(())))
+    bench.channel.calls.clear()
+    message = dataclasses.replace(prefill(T, num_tokens=26), skip_tokens=skip)
+    assert bench.say(message) == [Accept(T, 0, 0, 12)], "prefill needs its own KV of what decode has"
+    bench.run()
+    for layer in range(4):
+        parts = [(first, num) for first, num, low, count in bench.channel.pushed() if low <= layer < low + count]
+        ends = [first + num for first, num in parts]
+        assert [first for first, _ in parts] == [skip, *ends[:-1]], "no gap"
+        assert ends[-1] == 26
+    assert bench.engine.computed_prompt.routine == 14 + 14
+
+
+def test_a_skip_of_everything_is_invalid() -> None:
+    bench = make_bench("prefill")
+    message = dataclasses.replace(prefill(), skip_tokens=10)
+    assert bench.say(message) == [Accept(S, 0, 0, 0), Failed(S, 0, "decode", "invalid")]
+    assert bench.num_free == 20
+
+
+def test_prefill_s_estimate_counts_uncached_tokens() -> None:
+    bench = make_bench("prefill", ttft_target_ms=1000)
+    bench.say(prefill(S, num_tokens=30))
+    bench.run()
+    bench.say(Adopted(TransferKey(S, 0), SendTrace(())))
+    bench.role._tokens_per_s = 40.0
+    assert bench.say(prefill(T, num_tokens=20, attempt=5)) == [Accept(T, 5, 0, 16)]
+    other = dataclasses.replace(prefill(b"u" * 16), prompt=pack_tokens(list(range(60, 80))))
+    assert bench.say(other) == [Busy(b"u" * 16, 0, "prefill_time")]
+    assert bench.say(prefill(b"v" * 16, num_tokens=30)) == [Accept(b"v" * 16, 0, 0, 28)], "2 tokens to compute"
+
+
+def test_decode_pins_what_it_has_and_grants_the_rest() -> None:
+    bench = make_bench("decode")
+    bench.say(generate(S, max_tokens=1))
+    bench.runner.fill(bench.channel.blocks, range(1, 11))
+    bench.say(arrived())
+    bench.run()
+    bench.channel.calls.clear()
+    assert bench.say(generate(T, num_tokens=14, max_tokens=4)) == [Accept(T, 0, 8, 8)]
+    assert bench.channel.calls == [("expect", PEER, 14)]
+    assert bench.channel.skip_tokens == 8
+    bench.channel.window = bench.channel.blocks[2:3]
+    bench.say(TransferFailed(TransferKey(T, 0), "transfer"))
+    assert (bench.num_free, bench.engine.pool.num_quarantined) == (19, 1)
+    assert bench.say(generate(T, num_tokens=14, max_tokens=4, attempt=1, local="fallback")) == [Accept(T, 1, 0, 8)]
+    (end,) = [a for a in bench.run() if isinstance(a, End)]
+    assert end.timings.prompt_tokens == 6
+    assert bench.engine.computed_prompt.fallback == 6
+
+
+def test_revoked_kv_is_never_found() -> None:
+    bench = make_bench("decode")
+    bench.say(generate(S))
+    bench.say(TransferFailed(TransferKey(S, 0), "transfer"))
+    assert bench.say(generate(S, attempt=1)) == [Failed(S, 0, "transfer", "transfer"), Accept(S, 1, 0, 0)][1:]
+
+
+def test_tenants_and_the_switch() -> None:
+    for config, tenant in (({}, b"other"), ({"prefix_cache": False}, b"")):
+        bench = make_bench("colocated", **config)
+        bench.say(generate(S, local="local"))
+        bench.run()
+        again = dataclasses.replace(generate(T, local="local"), tenant=tenant)
+        assert bench.say(again) == [Accept(T, 0, 0, 0)]
