@@ -9,14 +9,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tests.support.device_ops import DeviceOps
 from workers.model.build import quantize
 from workers.ops.base import Ops, Span, StepTables
+from workers.ops.cuda import CudaOps
 from workers.ops.native import NativeOps
 from workers.ops.reference import ReferenceOps, dequantize
+from workers.ops.select import select_ops
 from workers.ops.weights import AttentionLayer, Q4Weight, RopeTable, Weight
 
 BACKENDS: dict[str, Callable[[], Ops]] = {
     "reference": ReferenceOps,
+    "cuda-on-cpu": lambda: DeviceOps(CudaOps("cpu")),  # type: ignore[return-value,dict-item]
+    "cuda": lambda: DeviceOps(select_ops("cuda", 1).ops),  # type: ignore[return-value,dict-item]
     "native-avx512": lambda: NativeOps(2, "avx512"),
     "native-avx2": lambda: NativeOps(2, "avx2"),
     "native-portable": lambda: NativeOps(1, "portable"),
@@ -24,6 +29,11 @@ BACKENDS: dict[str, Callable[[], Ops]] = {
 }
 GRIDS = ("fp32", "bf16", "int8", "q4", "q8")
 EXACT_GRIDS = ("fp32", "bf16")
+
+
+def allowed(ops: Ops, grid: str, tolerance: float, rounding: float = 3e-2) -> float:
+    """`rounding` where a backend rounds inputs to bfloat16, as `Ops.linear` allows; one product of it errs by 2**-9."""
+    return rounding if ops.name == "cuda" and grid == "bf16" else tolerance
 
 
 def random_tensor(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -70,6 +70,19 @@ DrawRows = Callable[[Tensor, Sequence[RowDraw]], list[int]]
 finite maximum. Not every backend has one."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeTables(StepTables):
+    """A step of one token per request, N = T rows, in tensors that keep their place from step to step.
+
+    A recorded forward pass reads the next step's numbers there, so nothing is decided by a number on the host: `spans`
+    is empty. Rows beyond the step's requests are padding with a context of 1 in a block that belongs to nobody.
+    """
+
+    table_NW: Tensor
+    """Block tables, W entries each; those beyond a context are any valid block."""
+    context_N: Tensor
+
+
 class Step(Protocol):
     """A whole forward pass in one call, for models that a backend knows in one piece."""
 
@@ -111,7 +124,8 @@ class Ops(Protocol):
 
         With an Int8, Q8 or Q4 weight x is rounded first: per row and group of 32, with m = max |x| and everything in
         float32, scale = m / 127 and q = round_half_even(x * (127 / m)), zeros where m < 1e-30. Backends agree on q
-        exactly for equal x; the order of float sums is theirs.
+        exactly for equal x; the order of float sums is theirs. With a bfloat16 weight a backend of tensor cores (cuda)
+        rounds x to bfloat16 first; sums are float32.
         """
         ...
 
