@@ -4,7 +4,7 @@ CONFIG := laptop
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve model test lint type arch ci accept-main
+.PHONY: help setup native serve model test lint type arch ci accept-main bench-engine
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,3 +38,6 @@ ci: lint type arch  ## everything that must hold before a merge
 
 accept-main: model  ## the acceptance of the main job, unbounded
 	@$(BIN)/python -m pytest --full tests/accept/main tests/ray
+
+bench-engine: model  ## engine, peers, limits, quality, cluster: tables, build/bench/engine.json, docs (40 min)
+	@$(BIN)/python -m tests.bench.engine $(BENCH)

@@ -1,0 +1,1 @@
+"""Measurements: `make bench-engine`. A bench measures and prints; a test asserts."""
