@@ -207,7 +207,7 @@ int32_t baton_linear(BatonEngine *engine, const BatonMatrix *weight, const float
         engine->pool.run([&](int thread) {
             const Range own = share_of(num_rows, thread, engine->pool.size());
             for (int64_t row = own.low; m.is_grouped() && row < own.high; row++)
-                engine->kernels.round_row(job.in, row, x + row * m.k);
+                engine->kernels.round_row(job.in, row, {0, num_groups(m.k)}, x + row * m.k);
             engine->pool.barrier();
             engine->linear(thread, job, num_rows);
         });
@@ -247,7 +247,8 @@ int32_t baton_attend(BatonEngine *engine, const BatonAttention *attention, const
 int32_t baton_activate(BatonEngine *engine, int64_t activation, const float *gate_up, int64_t num_rows, int64_t width,
                        float *out) {
     return each_row(engine, num_rows, [&](int64_t row) {
-        engine->kernels.activate_row(activation, gate_up + row * 2 * width, width, out + row * width);
+        const float *gate = gate_up + row * 2 * width;
+        engine->kernels.activate_row(activation, gate, gate + width, width, out + row * width);
     });
 }
 

@@ -134,25 +134,26 @@ void BatonEngine::linear(int thread, const LinearJob &job, int64_t num_rows) {
 // Norm and rope of q and k in place, then k and v into the cache: all heads of one token.
 void BatonEngine::rotate_and_store(const BatonAttention &a, const BatonTables &tables, const BatonCache &cache,
                                    int64_t row, float *qkv) const {
-    const int64_t d = a.head_dim, element = cache.is_bf16 ? 2 : 4, head_bytes = cache.block_tokens * d * element;
-    const int64_t position = tables.positions[row] * a.rope_pairs, slot = tables.slot_of[row];
-    for (int64_t h = 0; h < a.num_heads + a.num_kv_heads; h++) {
-        float *head = qkv + h * d;
-        const float *norm = h < a.num_heads ? a.q_norm : a.k_norm;
+    for (int64_t head = 0; head < a.num_kv_heads; head++) rotate_group(a, tables, cache, row, head, qkv);
+}
+
+void BatonEngine::rotate_group(const BatonAttention &a, const BatonTables &tables, const BatonCache &cache, int64_t row,
+                               int64_t kv_head, float *qkv) const {
+    const int64_t d = a.head_dim, group = a.num_heads / a.num_kv_heads, position = tables.positions[row] * a.rope_pairs;
+    const auto turn = [&](float *head, const float *norm) {
         if (norm) kernels.norm_row(head, norm, a.norm_eps, d, head);
         if (a.rope_pairs) kernels.rotate_row(a.cos + position, a.sin + position, a.rope_pairs, head);
-    }
+    };
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) turn(qkv + h * d, a.q_norm);
+    float *key = qkv + (a.num_heads + kv_head) * d, *value = key + a.num_kv_heads * d;
+    turn(key, a.k_norm);
+    const int64_t element = cache.is_bf16 ? 2 : 4, head_bytes = cache.block_tokens * d * element;
+    const int64_t slot = tables.slot_of[row];
     uint8_t *block = static_cast<uint8_t *>(cache.data) + tables.block_of[row] * 2 * a.num_kv_heads * head_bytes;
-    const float *key = qkv + a.num_heads * d, *value = key + a.num_kv_heads * d;
-    for (int64_t h = 0; h < a.num_kv_heads; h++) {
-        uint8_t *keys = block + h * head_bytes, *values = block + (a.num_kv_heads + h) * head_bytes;
-        kernels.store_row(value + h * d, d, cache.is_bf16, values + slot * d * element);
-        if (!cache.key_is_dim_major) {
-            kernels.store_row(key + h * d, d, cache.is_bf16, keys + slot * d * element);
-            continue;
-        }
-        kernels.store_column(key + h * d, d, cache.is_bf16, keys + slot * element, cache.block_tokens);
-    }
+    uint8_t *keys = block + kv_head * head_bytes, *values = keys + a.num_kv_heads * head_bytes;
+    kernels.store_row(value, d, cache.is_bf16, values + slot * d * element);
+    if (cache.key_is_dim_major) kernels.store_column(key, d, cache.is_bf16, keys + slot * element, cache.block_tokens);
+    else kernels.store_row(key, d, cache.is_bf16, keys + slot * d * element);
 }
 
 void BatonEngine::attend(int thread, const AttentionJob &job, const std::vector<AttentionUnit> &units,

@@ -93,6 +93,9 @@ struct BatonEngine {
     void linear(int thread, const baton::LinearJob &job, int64_t num_rows);
     void rotate_and_store(const BatonAttention &attention, const BatonTables &tables, const BatonCache &cache,
                           int64_t row, float *qkv) const;
+    // The same of one KV head and the queries that share it.
+    void rotate_group(const BatonAttention &attention, const BatonTables &tables, const BatonCache &cache, int64_t row,
+                      int64_t kv_head, float *qkv) const;
     void attend(int thread, const baton::AttentionJob &job, const std::vector<baton::AttentionUnit> &units,
                 std::atomic<int64_t> &next);
 };

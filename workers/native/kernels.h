@@ -70,13 +70,13 @@ struct Kernels {
     int64_t direct_rows;                // up to so many rows Q4 is unpacked in registers, above once into scratch
 
     void (*unpack_row)(const Matrix &, int64_t row, float *out);
-    void (*round_row)(const Activations &, int64_t row, const float *x);
+    void (*round_row)(const Activations &, int64_t row, Range groups, const float *x);
     void (*linear)(const LinearJob &, Range rows, Range blocks, uint8_t *scratch);
     void (*norm_row)(const float *x, const float *weight, float eps, int64_t width, float *out);
     void (*add_row)(float *x, const float *delta, int64_t width);
     void (*scale_row)(float *x, float factor, int64_t width);
     void (*softcap_row)(float *x, float cap, int64_t width);
-    void (*activate_row)(int64_t activation, const float *gate_up, int64_t width, float *out);
+    void (*activate_row)(int64_t activation, const float *gate, const float *up, int64_t width, float *out);
     void (*rotate_row)(const float *cos, const float *sin, int64_t pairs, float *head);
     void (*store_row)(const float *head, int64_t width, bool is_bf16, void *out);
     void (*store_column)(const float *head, int64_t width, bool is_bf16, void *out, int64_t stride);

@@ -75,10 +75,9 @@ INLINE F gated(int64_t activation, F gate, F up) {
     return mul(mul(add(up, splat(1.0f)), gate), sigmoid_of(mul(splat(1.702f), gate)));
 }
 
-// gate_up is [2 * width]: the gate's half first.
-void activate_row(int64_t activation, const float *gate_up, int64_t width, float *out) {
+void activate_row(int64_t activation, const float *gate, const float *up, int64_t width, float *out) {
     each_vector(width, [&](int64_t i, int n) {
-        store_some(out + i, gated(activation, load_some(gate_up + i, n), load_some(gate_up + width + i, n)), n);
+        store_some(out + i, gated(activation, load_some(gate + i, n), load_some(up + i, n)), n);
     });
 }
 
@@ -122,12 +121,13 @@ void store_column(const float *head, int64_t width, bool is_bf16, void *out, int
     });
 }
 
-// Row `row` of `in` becomes x in groups of 32: scale = m / 127, q = round(x * (127 / m)).
+// Groups of 32 of row `row` of `in` become those of x, a whole row: scale = m / 127, q = round(x * (127 / m)).
 // A group whose m is below 1e-30 counts as zeros. The largest magnitude is found on bits, so that a NaN wins and reaches the logits.
-void round_row(const Activations &in, int64_t row, const float *x) {
+void round_row(const Activations &in, int64_t row, Range own, const float *x) {
     const int64_t groups = num_groups(in.k);
-    int8_t *q = in.q + row * in.k;
-    for (int64_t g = 0; g < groups; g++, x += GROUP, q += GROUP) {
+    int8_t *q = in.q + row * in.k + own.low * GROUP;
+    x += own.low * GROUP;
+    for (int64_t g = own.low; g < own.high; g++, x += GROUP, q += GROUP) {
         const F a = load(x), b = load(x + LANES);
         const int32_t bits = largest_int(max_int(magnitude_bits(a), magnitude_bits(b)));
         float most;

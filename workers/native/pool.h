@@ -1,4 +1,4 @@
-// Helper threads of one engine: asleep between steps, spinning only while one runs.
+// Helper threads of one engine: spinning while a step runs and for a moment after it, asleep otherwise.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -26,14 +26,16 @@ public:
 
 private:
     void serve(int thread);
+    bool await_round(uint64_t seen);    // false when the pool closes
 
     const int num_threads_;
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable wake_;
     const std::function<void(int)> *body_ = nullptr;
-    uint64_t round_ = 0;
     bool is_closing_ = false;
+    std::atomic<int> sleepers_{0};
+    alignas(64) std::atomic<uint64_t> round_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
 };

@@ -4,44 +4,45 @@
 // linears are shared out evenly, attention units are taken one by one. From the last layer's attention on, only the
 // asked rows go on: nobody reads the others.
 #include <string.h>
-#include <time.h>
 
 #include <algorithm>
 #include <memory>
 #include <utility>
 
-#include "engine.h"
+#include "model.h"
 
 using namespace baton;
 
-struct BatonModel {
-    BatonEngine *engine;
-    BatonDecoder decoder;
-    std::vector<BatonLayer> layers;
-    int64_t width, widest_input;
-    Buffer x, kept, delta, normed, qkv, attended, gate_up;
-    RoundedBuffers rounded;
-    int64_t stage_ns[4] = {0, 0, 0, 0};
-};
+void baton::reserve_buffers(BatonModel &m, const Request &r) {
+    const int64_t t = r.tables->num_tokens, rows = std::max(t, r.num_rows);
+    int64_t qkv = 0, heads = 0, gate_up = 0, head_dim = 0;
+    for (const BatonLayer &layer : m.layers) {
+        qkv = std::max(qkv, layer.qkv->view.n);
+        heads = std::max(heads, layer.out->view.k);
+        gate_up = std::max(gate_up, layer.gate_up->view.n);
+        head_dim = std::max(head_dim, layer.attention.head_dim);
+    }
+    m.x.reserve(t * m.width * 4);
+    m.kept.reserve(rows * m.width * 4);
+    m.delta.reserve(rows * m.width * 4);
+    m.normed.reserve(rows * m.widest_input * 4);
+    m.qkv.reserve(t * qkv * 4);
+    m.attended.reserve(t * heads * 4);
+    m.gate_up.reserve(rows * gate_up * 4);
+    m.rounded.reserve(rows, round_up(m.widest_input, GROUP));
+    m.engine->reserve_scratch(std::max(linear_scratch_bytes(m.widest_input),
+                                       attention_scratch_bytes(longest_context(*r.tables), head_dim)));
+}
+
+BatonCache baton::cache_of(const BatonCache &all, const BatonAttention &a, int64_t layer) {
+    const int64_t element = all.is_bf16 ? 2 : 4;
+    const int64_t bytes = all.num_blocks * 2 * a.num_kv_heads * all.block_tokens * a.head_dim * element;
+    BatonCache cache = all;
+    cache.data = static_cast<uint8_t *>(all.data) + layer * bytes;
+    return cache;
+}
 
 namespace {
-
-enum Stage { ROWS, LINEARS, ATTENTION, HEAD };
-
-struct Request {
-    const int64_t *ids, *rows;
-    int64_t num_rows;
-    const BatonTables *tables;
-    const BatonCache *cache;
-    BatonOnLayer on_layer;
-    float *logits;
-};
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 // What the threads of one step share.
 class Step {
@@ -65,7 +66,6 @@ private:
 
     void end_stage(int thread, Stage stage);
     Range own_rows(int thread) const { return share_of(live_rows_, thread, model_.engine->pool.size()); }
-    BatonCache cache_of(const BatonLayer &layer, int64_t index) const;
 
     BatonModel &model_;
     const Request &request_;
@@ -77,27 +77,6 @@ private:
     float *x_;
     int64_t stage_began_ = 0;
 };
-
-void reserve_buffers(BatonModel &m, const Request &r) {
-    const int64_t t = r.tables->num_tokens, rows = std::max(t, r.num_rows);
-    int64_t qkv = 0, heads = 0, gate_up = 0, head_dim = 0;
-    for (const BatonLayer &layer : m.layers) {
-        qkv = std::max(qkv, layer.qkv->view.n);
-        heads = std::max(heads, layer.out->view.k);
-        gate_up = std::max(gate_up, layer.gate_up->view.n);
-        head_dim = std::max(head_dim, layer.attention.head_dim);
-    }
-    m.x.reserve(t * m.width * 4);
-    m.kept.reserve(rows * m.width * 4);
-    m.delta.reserve(rows * m.width * 4);
-    m.normed.reserve(rows * m.widest_input * 4);
-    m.qkv.reserve(t * qkv * 4);
-    m.attended.reserve(t * heads * 4);
-    m.gate_up.reserve(rows * gate_up * 4);
-    m.rounded.reserve(rows, round_up(m.widest_input, GROUP));
-    m.engine->reserve_scratch(std::max(linear_scratch_bytes(m.widest_input),
-                                       attention_scratch_bytes(longest_context(*r.tables), head_dim)));
-}
 
 Step::Step(BatonModel &model, const Request &request)
     : model_(model), request_(request), kernels_(model.engine->kernels),
@@ -119,15 +98,6 @@ void Step::end_stage(int thread, Stage stage) {
     stage_began_ = now;
 }
 
-BatonCache Step::cache_of(const BatonLayer &layer, int64_t index) const {
-    BatonCache cache = *request_.cache;
-    const BatonAttention &a = layer.attention;
-    const int64_t element = cache.is_bf16 ? 2 : 4;
-    const int64_t bytes = cache.num_blocks * 2 * a.num_kv_heads * cache.block_tokens * a.head_dim * element;
-    cache.data = static_cast<uint8_t *>(cache.data) + index * bytes;
-    return cache;
-}
-
 void Step::walk(int thread) {
     if (!thread) stage_began_ = now_ns();
     embed(thread);
@@ -139,7 +109,7 @@ void Step::walk(int thread) {
 // False when the step is over: stopped by the listener, or no row is asked for.
 bool Step::walk_layer(int thread, const BatonLayer &layer, int64_t index) {
     const bool is_last = index + 1 == (int64_t)model_.layers.size();
-    const BatonCache cache = cache_of(layer, index);
+    const BatonCache cache = cache_of(*request_.cache, layer.attention, index);
     const float *after = index ? model_.layers[index - 1].after_mlp_norm : nullptr;
     enter(thread, layer.attention_norm, after, index > 0, layer.qkv);
     linear(thread, layer.qkv, layer.qkv_bias, model_.normed.as<float>(), model_.qkv.as<float>());
@@ -194,7 +164,7 @@ void Step::enter(int thread, const float *norm, const float *after_norm, bool ha
         if (after_norm) kernels_.norm_row(delta, after_norm, eps, width, delta);
         if (has_delta) kernels_.add_row(x, delta, width);
         kernels_.norm_row(x, norm, eps, width, normed);
-        if (next->view.is_grouped()) kernels_.round_row(in, row, normed);
+        if (next->view.is_grouped()) kernels_.round_row(in, row, {0, num_groups(width)}, normed);
     }
     end_stage(thread, ROWS);
 }
@@ -236,7 +206,7 @@ void Step::leave_attention(int thread, const BatonLayer &layer, bool is_last) {
     const Activations in = model_.rounded.view(nullptr, k);
     for (int64_t row = own.low; row < own.high; row++) {
         const int64_t from = is_last ? request_.rows[row] : row;
-        if (layer.out->view.is_grouped()) kernels_.round_row(in, row, attended + from * k);
+        if (layer.out->view.is_grouped()) kernels_.round_row(in, row, {0, num_groups(k)}, attended + from * k);
         if (!is_last) continue;
         memcpy(x_ + row * width, model_.x.as<float>() + from * width, (size_t)width * 4);
         memcpy(model_.normed.as<float>() + row * k, attended + from * k, (size_t)k * 4);
@@ -251,8 +221,9 @@ void Step::activate(int thread, const BatonLayer &layer) {
     const Activations in = model_.rounded.view(nullptr, inner);
     for (int64_t row = own.low; row < own.high; row++) {
         float *out = model_.normed.as<float>() + row * inner;
-        kernels_.activate_row(layer.activation, model_.gate_up.as<float>() + row * 2 * inner, inner, out);
-        if (layer.down->view.is_grouped()) kernels_.round_row(in, row, out);
+        const float *gate = model_.gate_up.as<float>() + row * 2 * inner;
+        kernels_.activate_row(layer.activation, gate, gate + inner, inner, out);
+        if (layer.down->view.is_grouped()) kernels_.round_row(in, row, {0, num_groups(inner)}, out);
     }
     end_stage(thread, ROWS);
 }
@@ -294,6 +265,7 @@ int32_t baton_step(BatonModel *model, const int64_t *ids, const int64_t *rows, i
     try {
         const Request request = {ids, rows, num_rows, tables, cache, on_layer, logits};
         if (!is_sound(*model, ids, request)) return BATON_BAD_ARGUMENT;
+        if (are_few(*model, request)) return step_few(*model, request) ? BATON_OK : BATON_STOPPED;
         Step step(*model, request);
         model->engine->pool.run([&](int thread) { step.walk(thread); });
         return step.is_stopped() ? BATON_STOPPED : BATON_OK;
