@@ -31,6 +31,7 @@ def describe_worker(worker: WorkerSnapshot) -> dict[str, object]:
         return facts | dict.fromkeys(("blocks_total", "blocks_in_use", "blocks_quarantined", "running", "waiting"))
     return facts | {
         "blocks_total": load.blocks_total,
+        "blocks_cached": load.blocks_cached,
         "blocks_in_use": load.blocks_total - load.blocks_free - load.blocks_quarantined,
         "blocks_quarantined": load.blocks_quarantined,
         "running": load.running,

@@ -14,6 +14,7 @@ from workers.protocol import (
     FRONT_PLANE,
     IDENTITY_CODEC,
     Accept,
+    Cache,
     DecodeTimings,
     Delta,
     End,
@@ -24,7 +25,7 @@ from workers.protocol import (
     Tokens,
     WorkerIdentity,
 )
-from workers.replica.link import MAX_UNSENT_BYTES, FrontLink, Inbound, LinkDown, LinkUp
+from workers.replica.link import MAX_NEWS, MAX_UNSENT_BYTES, FrontLink, Inbound, LinkDown, LinkUp, NewsLost
 
 pytestmark = pytest.mark.integration
 RING = KeyRing((("k1", b"s" * 32),))
@@ -179,6 +180,25 @@ def test_a_congested_link_merges_tokens_and_keeps_accept_tokens_end_in_order() -
                         ended.add(message.stream)
             assert num_frames < num_steps, f"{num_frames} frames for {num_steps} steps: nothing was merged"
             assert MAX_UNSENT_BYTES > 0
+
+    run(scenario)
+
+
+def test_cache_news_that_pile_up_are_dropped_and_asked_for_again() -> None:
+    async def scenario() -> None:
+        async with open_link() as (link, desk, dial_it):
+            await dial_it()
+            await until(lambda: desk.heard == [(5, LinkUp())])
+            (peer,) = link._peers.values()
+            for _ in range(MAX_NEWS):
+                link._add(peer, Cache(False, b"a" * 16, b""))
+            assert len(peer.news) == MAX_NEWS
+            link._add(peer, Cache(False, b"b" * 16, b""))
+            assert peer.news == []
+            assert desk.heard[-1] == (5, NewsLost())
+            link._add(peer, Cache(False, b"c" * 16, b""))
+            link._add(peer, Cache(True, b"d" * 16, b""))
+            assert [news.added[:1] for news in peer.news] == [b"d"], "what came before a whole answer is void"
 
     run(scenario)
 
