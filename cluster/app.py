@@ -45,7 +45,7 @@ def build_app(
     parts = parts or Parts()
     pools: dict[str, serve.Application] = {}
     for role, pool in pool_sizes(plan.config):
-        deployment = _pool_deployment(role, pool.replicas, plan.config.drain_timeout_s)
+        deployment = _pool_deployment(role, pool.replicas, plan.config.drain_timeout_s, plan.gpus_per_worker)
         config = replica_config(plan, role, secret_path)
         pools[role] = deployment.bind(config, parts.make_leader, pools.get("prefill"), log_folder)
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
@@ -59,12 +59,12 @@ def build_app(
     return ingress.bind(router_config(plan), str(secret_path), parts.make_router, list(pools.values()), log_folder)
 
 
-def _pool_deployment(role: Role, replicas: int, drain_timeout_s: float) -> serve.Deployment:
+def _pool_deployment(role: Role, replicas: int, drain_timeout_s: float, num_gpus: float) -> serve.Deployment:
     return serve.deployment(PoolReplica).options(
         name=role,
         num_replicas=replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
         request_router_config=membership_config(),
         graceful_shutdown_timeout_s=drain_timeout_s + DRAIN_SLACK_S,
         **LIFETIME,

@@ -63,8 +63,10 @@ class PoolsConfig(StrictModel):
 class WorkerConfig(StrictModel):
     """One model replica; the same for every pool."""
 
-    backend: Literal["auto", "native", "reference", "transformers"] = "auto"
-    """What computes: our decoder over C++ or plain torch, or the transformers classes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is computed; cuda is an NVIDIA GPU."""
+    backend: Literal["auto", "native", "reference", "cuda", "transformers"] = "auto"
+    """What computes: our decoder over C++, plain torch or CUDA, or the transformers classes."""
     dtype: Literal["auto", "fp32", "bf16", "int8", "q4"] = "auto"
     """Of the weights; int8 and q4 also round activations to 8 bits (docs/models.md). fp32 is exact."""
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from cluster.config import ClusterConfig, ModelConfig
+from cluster.gpus import find_gpus
 from cluster.resolve import Machine, Setting, WorkerSettings, given_settings, pool_sizes, resolve_worker
 from router.config import RouterConfig
 from workers.errors import ModelRefused
@@ -26,13 +27,18 @@ class ClusterPlan:
     worker: WorkerSettings
     settings: tuple[Setting, ...]
     """Every setting and why, for `baton config`."""
+    gpus_per_worker: float = 0.0
+    """What Ray sets aside for each; below 1 where workers share a GPU."""
 
 
 def make_plan(config: ClusterConfig, model: ModelConfig, model_path: Path, machine: Machine) -> ClusterPlan:
     """The plan of a cluster whose model is on disk. Raises `ConfigError` or `workers.errors.ModelRefused`."""
     worker, decided = resolve_worker(config, read_spec(model_path), machine, _find_decoder_fault(model_path))
     found = (Setting("model.path", str(model_path), "converted once"),)
-    plan = ClusterPlan(config=config, model=model, model_path=model_path, worker=worker, settings=())
+    plan = ClusterPlan(
+        config=config, model=model, model_path=model_path, worker=worker, settings=(),
+        gpus_per_worker=share_gpus(worker, len(machine.gpus.memory_bytes), config),
+    )  # fmt: skip
     settings = (
         *given_settings(config, model),
         *_step_budgets(config),
@@ -49,6 +55,12 @@ def _step_budgets(config: ClusterConfig) -> Iterator[Setting]:
         is_given = config.worker.step_budget_ms != "auto"
         why = "as configured" if is_given else f"auto: {share}, where prompts join a step"
         yield Setting(f"worker.step_budget_ms ({role})", round(step_budget_ms(config, role), 1), why)
+
+
+def share_gpus(worker: WorkerSettings, num_gpus: int, config: ClusterConfig) -> float:
+    """One each where there are enough, equal parts in hundredths where there are not, 0 on the CPU."""
+    num_workers = sum(pool.replicas for _, pool in pool_sizes(config))
+    return min(1.0, num_gpus * 100 // num_workers / 100) if worker.device == "cuda" else 0.0
 
 
 def _find_decoder_fault(model_path: Path) -> str:
@@ -136,4 +148,4 @@ def router_config(plan: ClusterPlan) -> RouterConfig:
 
 def this_machine() -> Machine:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Machine(pages * page_bytes, os.cpu_count() or 1, find_native_fault())
+    return Machine(pages * page_bytes, os.cpu_count() or 1, find_native_fault(), find_gpus())

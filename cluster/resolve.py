@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.config import ClusterConfig, ModelConfig, PoolConfig
+from cluster.config import ClusterConfig, ModelConfig, PoolConfig, WorkerConfig
+from cluster.gpus import NO_GPUS, Gpus
 from cluster.yaml_source import ConfigError
 from workers.model.arch import DecoderSpec
 
@@ -17,7 +18,9 @@ KV_MEMORY_SHARE = 8
 """A worker's KV pool takes at most one part in this many of the machine's memory."""
 MAX_POOL_CONTEXTS = 4
 """A pool larger than this many full contexts serves nobody on one machine."""
-CPU_CHUNK_TOKENS = 128
+GPU_KV_MEMORY_SHARE = 4
+"""The same of a GPU's memory: a prefill and a decode worker and their weights share one."""
+CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 128, 2048
 DTYPE_REASON = "CPU: 4-bit weights and 8-bit activations, both in groups of 32; fp32 is exact and slower"
 
 
@@ -27,6 +30,7 @@ class Machine:
     num_cpus: int
     native_fault: str = ""
     """Why the C++ kernels do not run here; empty where they do."""
+    gpus: Gpus = NO_GPUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,8 @@ class Setting:
 class WorkerSettings:
     """A worker's settings with no "auto" left."""
 
-    backend: Literal["native", "reference", "transformers"]
+    device: Literal["cpu", "cuda"]
+    backend: Literal["native", "reference", "cuda", "transformers"]
     dtype: Literal["fp32", "bf16", "int8", "q4"]
     kv_dtype: Literal["fp32", "bf16"]
     block_tokens: int
@@ -77,25 +82,30 @@ def resolve_worker(
 
 def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine, decoder_fault: str) -> Iterator[Setting]:
     given = config.worker
-    backend, why = _choose_backend(machine, decoder_fault)
+    device, why = _choose_device(given, machine.gpus, decoder_fault)
+    yield _pick("device", given.device, device, why)
+    backend, why = _choose_backend(device, machine, decoder_fault)
     yield _pick("backend", given.backend, backend, why)
     backend = backend if given.backend == "auto" else given.backend
-    is_native = backend == "native"
-    dtype = given.dtype if given.dtype != "auto" else "q4" if is_native else "fp32"
-    yield _pick(
-        "dtype", given.dtype, dtype, DTYPE_REASON if is_native else "without native kernels fewer bits are slower"
+    dtype, why = {"native": ("q4", DTYPE_REASON), "cuda": ("bf16", "GPU: tensor cores; fp32 is exact and slower")}.get(
+        backend, ("fp32", "without native kernels fewer bits are slower")
     )
+    yield _pick("dtype", given.dtype, dtype, why)
+    dtype = dtype if given.dtype == "auto" else given.dtype
     kv_dtype = given.kv_dtype if given.kv_dtype != "auto" else "fp32" if dtype == "fp32" else "bf16"
     yield _pick("kv_dtype", given.kv_dtype, kv_dtype, f"beside {dtype} weights")
-    block_tokens = given.block_tokens if given.block_tokens != "auto" else 32 if is_native else 16
+    block_tokens = given.block_tokens if given.block_tokens != "auto" else 32 if backend == "native" else 16
     yield _pick("block_tokens", given.block_tokens, block_tokens, "tokens per KV block, as the kernels like it")
     context = given.max_context_tokens if given.max_context_tokens != "auto" else spec.max_positions
     yield _pick("max_context_tokens", given.max_context_tokens, context, "the model's max_position_embeddings")
-    blocks, why = _plan_blocks(block_tokens, context, spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]), machine)
+    block_bytes = spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]) * block_tokens
+    memory = _memory_for_kv(device, machine, given.max_running)
+    blocks, why = _plan_blocks(-(-context // block_tokens), block_bytes, memory)
     yield _pick("num_blocks", given.num_blocks, blocks, why)
-    yield _pick(
-        "chunk_tokens", given.chunk_tokens, CPU_CHUNK_TOKENS, "CPU: KV leaves early and short prompts wait little"
-    )
+    chunk, why = CPU_CHUNK_TOKENS, "CPU: KV leaves early and short prompts wait little"
+    if device == "cuda":
+        chunk, why = GPU_CHUNK_TOKENS, "GPU: fewer tokens leave it idle"
+    yield _pick("chunk_tokens", given.chunk_tokens, chunk, why)
     why = "equal beginnings are computed once; an answer is the same either way"
     yield Setting("worker.prefix_cache", given.prefix_cache, why if given.prefix_cache else "as configured")
     yield Setting("worker.max_running", given.max_running, "streams that one worker decodes together")
@@ -104,9 +114,29 @@ def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine, decoder_
     )
 
 
-def _choose_backend(machine: Machine, decoder_fault: str) -> tuple[str, str]:
+def _choose_device(given: WorkerConfig, gpus: Gpus, decoder_fault: str) -> tuple[Literal["cpu", "cuda"], str]:
+    """A GPU wherever one can be used; raises `ConfigError` where one is asked for and cannot."""
+    lack = gpus.fault
+    if given.backend not in ("auto", "cuda"):
+        lack = f"the backend {given.backend} runs on the CPU"
+    elif decoder_fault:
+        lack = f"only our own decoder runs on a GPU: {decoder_fault}"
+    if given.device == "cpu" and given.backend == "cuda":
+        raise ConfigError("worker.device: cpu and worker.backend: cuda contradict each other; write auto for one")
+    if given.device == "cpu":
+        return "cpu", "as configured"
+    if not lack:
+        return "cuda", f"{len(gpus.memory_bytes)} NVIDIA GPU(s)"
+    if given.device == "cuda" or given.backend == "cuda":
+        raise ConfigError(f"worker.{'device' if given.device == 'cuda' else 'backend'}: cuda, but {lack}; write auto")
+    return "cpu", lack
+
+
+def _choose_backend(device: str, machine: Machine, decoder_fault: str) -> tuple[str, str]:
     if decoder_fault:
         return "transformers", f"our decoder does not know this model: {decoder_fault}"
+    if device == "cuda":
+        return "cuda", "our decoder over cuBLAS, paged attention and CUDA graphs"
     if machine.native_fault:
         return "reference", f"our decoder in plain torch; no native kernels: {machine.native_fault}"
     return "native", "our decoder over C++ kernels, one call a step"
@@ -118,17 +148,31 @@ def _pick(name: str, given: object, decided: object, reason: str) -> Setting:
     return Setting(f"worker.{name}", given, "as configured")
 
 
-def _plan_blocks(block_tokens: int, context_tokens: int, bytes_per_token: int, machine: Machine) -> tuple[int, str]:
-    """As many blocks as the memory share holds, at least one and at most four full contexts."""
-    blocks_per_context = -(-context_tokens // block_tokens)
-    affordable = machine.memory_bytes // KV_MEMORY_SHARE // (bytes_per_token * block_tokens)
-    blocks = min(max(affordable, blocks_per_context), MAX_POOL_CONTEXTS * blocks_per_context)
-    size_mib = blocks * block_tokens * bytes_per_token / (1 << 20)
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What a pool of KV blocks may take."""
+
+    total_bytes: int
+    share: int
+    """One part in so many."""
+    max_contexts: int
+
+
+def _memory_for_kv(device: str, machine: Machine, max_running: int) -> _Memory:
+    if device == "cuda":
+        return _Memory(min(machine.gpus.memory_bytes), GPU_KV_MEMORY_SHARE, max_running)
+    return _Memory(machine.memory_bytes, KV_MEMORY_SHARE, MAX_POOL_CONTEXTS)
+
+
+def _plan_blocks(blocks_per_context: int, block_bytes: int, memory: _Memory) -> tuple[int, str]:
+    """As many blocks as the memory share holds, at least one and at most `max_contexts` full contexts."""
+    affordable = memory.total_bytes // memory.share // block_bytes
+    blocks = min(max(affordable, blocks_per_context), memory.max_contexts * blocks_per_context)
     contexts = blocks / blocks_per_context
     return blocks, (
-        f"{contexts:.1f} full contexts, {size_mib:,.0f} MiB touched as used"
-        f" (at most 1/{KV_MEMORY_SHARE} of {machine.memory_bytes / (1 << 30):.0f} GiB,"
-        f" 1 to {MAX_POOL_CONTEXTS} contexts)"
+        f"{contexts:.1f} full contexts, {blocks * block_bytes / (1 << 20):,.0f} MiB touched as used"
+        f" (at most 1/{memory.share} of {memory.total_bytes / (1 << 30):.0f} GiB,"
+        f" 1 to {memory.max_contexts} contexts)"
     )
 
 

@@ -31,10 +31,16 @@ class Decoder:
         """Logits `[R, V]` float32 of the batch rows in `rows_R`; K and V of every token are written on the way, and
         `facts.on_layer` is called once each layer's are.
         """
-        tables = make_tables(positions_T, facts)
+        return self.run(ids_T, rows_R, make_tables(positions_T, facts), facts.data, facts.on_layer)
+
+    @torch.inference_mode()
+    def run(
+        self, ids_T: Tensor, rows_R: Tensor, tables: StepTables, data: Tensor, on_layer: Callable[[int], None]
+    ) -> Tensor:
+        """As `Step.run`."""
         if self._step is not None:
-            return self._step.run(ids_T, rows_R, tables, facts.data, facts.on_layer)
-        return run_layers(self._ops, self.weights, ids_T, rows_R, tables, facts.data, facts.on_layer)
+            return self._step.run(ids_T, rows_R, tables, data, on_layer)
+        return run_layers(self._ops, self.weights, ids_T, rows_R, tables, data, on_layer)
 
 
 def run_layers(

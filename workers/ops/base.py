@@ -79,8 +79,9 @@ class DecodeTables(StepTables):
     """
 
     table_NW: Tensor
-    """Block tables, W entries each; those beyond a context are any valid block."""
+    """int32: block tables, W entries each; those beyond a context are any valid block."""
     context_N: Tensor
+    """int32."""
 
 
 class Step(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, rms_norm
 
 from workers.ops.base import DecodeTables, StepTables
-from workers.ops.cuda_attention import GatherAttention, PagedBatch, PagedKernel, find_fault, make_paged_batch
+from workers.ops.cuda_attention import HALVES, GatherAttention, PagedBatch, PagedKernel, find_fault, make_paged_batch
 from workers.ops.mlp import run_experts
 from workers.ops.reference import ReferenceOps, dequantize
 from workers.ops.weights import AttentionLayer, DecoderWeights, DenseMLP, DenseWeight, Packed, RoutedMLP, Weight
@@ -72,6 +72,7 @@ class CudaOps(ReferenceOps):
         """Kinds of layers that the kernel has not been proven for, and why."""
         self._gather = GatherAttention()
         self._batch: tuple[StepTables, PagedBatch] | None = None
+        self._recorded: dict[int, PagedBatch] = {}
         self._stacks: dict[int, StackedExperts] = {}
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -115,10 +116,18 @@ class CudaOps(ReferenceOps):
         return _kind_of(attention) not in self._faults and kernel.refuses(attention, cache_B2JSD) is None
 
     def _batch_of(self, tables: StepTables, block_tokens: int) -> PagedBatch:
-        """Made by the first layer of a step, used by all."""
+        """Made by the first layer of a step, used by all. Those of recorded steps stay: a graph reads their tensors."""
+        if isinstance(tables, DecodeTables):
+            if id(tables) not in self._recorded:
+                self._recorded[id(tables)] = make_paged_batch(tables, block_tokens)
+            return self._recorded[id(tables)]
         if self._batch is None or self._batch[0] is not tables:
             self._batch = (tables, make_paged_batch(tables, block_tokens))
         return self._batch[1]
+
+    def moves_whole_tables(self, dtype: torch.dtype) -> bool:
+        """Whether a wider block table costs time whatever the contexts: some layer of such a cache is gathered."""
+        return self._kernel is None or bool(self._faults) or dtype not in HALVES
 
     def begin_replay(self, tables: DecodeTables, contexts: list[int], block_tokens: int) -> None:
         """Before a recorded step runs again: what the kernel plans on the host, from the contexts of all N rows."""

@@ -59,10 +59,12 @@ class PagedBatch:
 def make_paged_batch(tables: StepTables, block_tokens: int) -> PagedBatch:
     device = tables.positions_T.device
     if isinstance(tables, DecodeTables):
+        # Not a copy: what is recorded reads the step's own tensors, whose numbers change under it.
+        assert tables.table_NW.dtype == tables.context_N.dtype == torch.int32
         num_rows, width = tables.table_NW.shape
         edges_N = torch.arange(num_rows + 1, device=device, dtype=torch.int32)
         return PagedBatch(
-            tables.table_NW.int(), tables.context_N.int(), edges_N, (), 1, width * block_tokens, None, edges_N[:-1],
+            tables.table_NW, tables.context_N, edges_N, (), 1, width * block_tokens, None, edges_N[:-1],
             None, tables,
         )  # fmt: skip
     spans = tables.spans

@@ -117,7 +117,7 @@ class FlashInferAttention:
     def _plan_rows(self, planned: Planned, tables: DecodeTables, contexts: list[int], kind: Kind) -> None:
         counts = [-(-context // kind.block_tokens) for context in contexts]
         planned.wrapper.plan(
-            indptr=_edges(counts), indices=_entries(tables.table_NW.int(), counts), head_dim=kind.head_dim,
+            indptr=_edges(counts), indices=_entries(tables.table_NW, counts), head_dim=kind.head_dim,
             last_page_len=_last_pages(contexts, kind.block_tokens), **_arguments(kind),
         )  # fmt: skip
 

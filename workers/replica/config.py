@@ -17,8 +17,8 @@ class ReplicaConfig:
     """The name that requests carry in `model`."""
     dtype: Literal["fp32", "bf16", "int8", "q4"] = "fp32"
     """Of the weights; int8 and q4 also round activations to 8 bits, see docs/models.md."""
-    backend: Literal["auto", "native", "reference", "transformers"] = "auto"
-    """What computes: our decoder over C++ or plain torch, or the transformers classes."""
+    backend: Literal["auto", "native", "reference", "cuda", "transformers"] = "auto"
+    """What computes: our decoder over C++, plain torch or CUDA, or the transformers classes."""
     kv_dtype: Literal["fp32", "bf16"] = "fp32"
     block_tokens: int = 16
     """Tokens per KV block, 1 to 4096."""

@@ -61,6 +61,7 @@ def load_model(config: ReplicaConfig, progress: Progress = ignore_progress) -> L
         block_tokens=config.block_tokens,
         num_blocks=config.num_blocks,
         max_context_tokens=config.max_context_tokens,
+        max_running=config.max_running,
         backend=config.backend,
         num_threads=config.num_threads,
     )

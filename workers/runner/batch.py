@@ -42,7 +42,7 @@ def make_batch(plan: StepPlan, cache: PagedKVCache, on_layer: Callable[[int], No
         positions += range(first, first + count)
         blocks += [chunk.blocks[position // block_tokens] for position in range(first, first + count)]
         gathered += chunk.blocks[:num_blocks]
-    sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sampling is not None)
+    sampled, draws = make_draws(plan)
     device = cache.data.device
     positions_T = torch.tensor(positions, device=device)
     facts = StepFacts(
@@ -53,11 +53,16 @@ def make_batch(plan: StepPlan, cache: PagedKVCache, on_layer: Callable[[int], No
         spans=tuple(spans),
         on_layer=on_layer,
     )
-    draws = tuple(Draw(c.sampling, c.output_position) for c in plan.chunks if c.sampling is not None)
     rows_R = torch.tensor(
         [spans[i].first_row + spans[i].num_tokens - 1 for i in sampled], dtype=torch.int64, device=device
     )
     return Batch(torch.tensor(ids, device=device), positions_T, rows_R, sampled, draws, facts)
+
+
+def make_draws(plan: StepPlan) -> tuple[tuple[int, ...], tuple[Draw, ...]]:
+    """(chunks that are sampled, how each of them is)."""
+    sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sampling is not None)
+    return sampled, tuple(Draw(c.sampling, c.output_position) for c in plan.chunks if c.sampling is not None)
 
 
 def _gather_rows(blocks_N: Tensor, spans: list[Span], kv_heads: int) -> Tensor:

@@ -16,13 +16,15 @@ from workers.model.build import WeightMode, load_decoder
 from workers.model.families import plan_decoder
 from workers.model.progress import Progress, ignore_progress
 from workers.ops.base import Ops
+from workers.ops.cuda import CudaOps
 from workers.ops.native import NativeOps
 from workers.ops.select import BackendName, select_ops
+from workers.runner.graphs import CudaCapture, DecodeGraphs
 from workers.runner.kv_cache import PagedKVCache
 from workers.runner.model_runner import ModelRunner, load_runner
 from workers.runner.probe import prove_model
 
-Backend = Literal["auto", "native", "reference", "transformers"]
+Backend = Literal["auto", "native", "reference", "cuda", "transformers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class RunnerSettings:
     block_tokens: int
     num_blocks: int
     max_context_tokens: int
+    max_running: int
     backend: Backend
     num_threads: int
 
@@ -76,14 +79,19 @@ def _why_not_ours(settings: RunnerSettings) -> str | None:
 def _load_ours(settings: RunnerSettings, progress: Progress) -> Chosen:
     assert settings.backend != "transformers"
     wanted: BackendName = settings.backend
-    choice = select_ops(wanted, settings.num_threads)
+    choice = select_ops(wanted, settings.num_threads, settings.block_tokens)
     ops: Ops = choice.ops
     model = load_decoder(settings.folder, settings.mode, ops, progress, settings.max_context_tokens)
     progress("warming up", 0.0)
-    prove_model(model)
+    prove_model(model, ops.device)
     spec = model.spec
     keys: KeyOrder = "dim_major" if ops.key_is_dim_major else "token_major"
     shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
     layout = KVLayout(*shape, settings.block_tokens, settings.kv_dtype, keys)
     draw_rows = ops.draw if isinstance(ops, NativeOps) else None
-    return Chosen(ModelRunner(model, PagedKVCache(layout, settings.num_blocks), draw_rows), choice.reason)
+    if ops.device.type != "cuda":
+        return Chosen(ModelRunner(model, PagedKVCache(layout, settings.num_blocks), draw_rows), choice.reason)
+    assert isinstance(ops, CudaOps)
+    cache = PagedKVCache(layout, settings.num_blocks, ops.device, has_scratch=True)
+    graphs = DecodeGraphs(model, ops, cache, settings.max_running, settings.max_context_tokens, CudaCapture())
+    return Chosen(ModelRunner(model, cache, draw_rows, graphs), f"{choice.reason}; decode steps as CUDA graphs")

@@ -13,10 +13,21 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class PagedKVCache:
     """`data` is `[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens, head_dim]`, zeroed, and never moves."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu", has_scratch: bool = False
+    ) -> None:
+        """`has_scratch`: one block more, which no pool hands out: rows of padding write there."""
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+        self.scratch_block = num_blocks if has_scratch else None
+        shape = (
+            layout.num_layers,
+            num_blocks + has_scratch,
+            2,
+            layout.num_kv_heads,
+            layout.block_tokens,
+            layout.head_dim,
+        )
         # A block never written holds no NaN that a mask would not hide.
         self.data = _zeros(shape, TORCH_DTYPES[layout.dtype], torch.device(device))
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kv_transfer.layout import Dtype, KVLayout
@@ -14,18 +15,27 @@ from workers.model.fallback import load_fallback
 from workers.model.loader import fingerprint_weights
 from workers.model.progress import Progress, ignore_progress
 from workers.ops.base import DrawRows
-from workers.runner.batch import Batch, make_batch
+from workers.runner.batch import make_batch, make_draws
+from workers.runner.graphs import DecodeGraphs
 from workers.runner.kv_cache import TORCH_DTYPES, PagedKVCache
 from workers.runner.probe import Model, prove_model
+from workers.sampling.adjust import is_adjusted
 from workers.sampling.explain import explain_draw
-from workers.sampling.sampler import sample
+from workers.sampling.sampler import Draw, is_random, sample
 
 
 class ModelRunner:
     """One model over one paged cache. Owned by the engine thread."""
 
-    def __init__(self, model: Model, cache: PagedKVCache, draw_rows: DrawRows | None = None) -> None:
-        self.model, self._draw_rows = model, draw_rows
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedKVCache,
+        draw_rows: DrawRows | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """`graphs` replays the steps that it can; the model computes the others."""
+        self.model, self._draw_rows, self._graphs = model, draw_rows, graphs
         self.cache = cache
 
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None]) -> RunResult:
@@ -37,27 +47,38 @@ class ModelRunner:
             layer_us.append((time.perf_counter_ns() - started) // 1000)
             on_layer(layer)
 
-        batch = make_batch(plan, self.cache, layer_done)
-        logits_RV = self.model.forward(batch.ids_T, batch.positions_T, batch.rows_R, batch.facts)
+        logits_RV = self._graphs.run(plan) if self._graphs is not None else None
+        if logits_RV is None:
+            batch = make_batch(plan, self.cache, layer_done)
+            logits_RV = self.model.forward(batch.ids_T, batch.positions_T, batch.rows_R, batch.facts)
+        else:
+            for layer in range(self.model.spec.num_layers):
+                layer_done(layer)
         tokens: list[int | None] = [None] * len(plan.chunks)
         explains: list[dict[str, Any] | None] = [None] * len(plan.chunks)
-        if batch.draws:
-            self._sample_into(plan, batch, logits_RV, tokens, explains)
+        self._sample_into(plan, logits_RV, tokens, explains)
         return RunResult(tokens, explains, tuple(layer_us), (time.perf_counter_ns() - started) // 1000)
 
     def _sample_into(
-        self,
-        plan: StepPlan,
-        batch: Batch,
-        logits_RV: Tensor,
-        tokens: list[int | None],
-        explains: list[dict[str, Any] | None],
+        self, plan: StepPlan, logits_RV: Tensor, tokens: list[int | None], explains: list[dict[str, Any] | None]
     ) -> None:
-        sampled = sample(logits_RV, batch.draws, self._draw_rows)
-        for row, (chunk, token) in enumerate(zip(batch.sampled_chunks, sampled, strict=True)):
+        sampled_chunks, draws = make_draws(plan)
+        if not draws:
+            if logits_RV.is_cuda:
+                torch.cuda.synchronize()  # the time of a step is what it took, not what it took to ask for it
+            return
+        if logits_RV.is_cuda and (any(map(_is_drawn, draws)) or any(chunk.explain for chunk in plan.chunks)):
+            logits_RV = logits_RV.cpu()  # anything but a maximum is many small steps over one row
+        sampled = sample(logits_RV, draws, self._draw_rows)
+        for row, (chunk, token) in enumerate(zip(sampled_chunks, sampled, strict=True)):
             tokens[chunk] = token
             if plan.chunks[chunk].explain:
-                explains[chunk] = explain_draw(logits_RV[row], batch.draws[row], token)
+                explains[chunk] = explain_draw(logits_RV[row], draws[row], token)
+
+
+def _is_drawn(draw: Draw) -> bool:
+    """Whether the token may be another than the likeliest."""
+    return is_random(draw.params) or is_adjusted(draw.params, draw.position)
 
 
 def load_runner(

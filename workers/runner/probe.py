@@ -30,7 +30,7 @@ class Model(Protocol):
         ...
 
 
-def prove_model(model: Model) -> None:
+def prove_model(model: Model, device: torch.device | str = "cpu") -> None:
     """Raise `ModelRefused` unless nine tokens in one run give the logits that they give in pieces beside another
     request.
 
@@ -39,7 +39,7 @@ def prove_model(model: Model) -> None:
     """
     spec = model.spec
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, 4, "fp32")
-    cache = PagedKVCache(layout, 8)
+    cache = PagedKVCache(layout, 8, device)
     tokens = tuple(range(3, 12))
     whole = _run(model, cache, [_chunk(1, tokens, 0, (6, 2, 5))])
     _run(model, cache, [_chunk(2, (4, 9, 7), 0, (7, 4)), _chunk(1, tokens[:6], 0, (3, 0, 1))])

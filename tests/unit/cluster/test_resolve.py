@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from cluster.config import WorkerConfig, load_cluster
+from cluster.gpus import NO_GPUS, Gpus
+from cluster.plan import share_gpus
 from cluster.resolve import Machine, resolve_worker
 from cluster.yaml_source import ConfigError
 from workers.model.arch import make_spec
@@ -26,10 +28,10 @@ SPEC = make_spec(
 GIB = 1 << 30
 
 
-def resolve(memory_bytes=16 * GIB, native_fault="no compiler", decoder_fault="", **worker):
+def resolve(memory_bytes=16 * GIB, native_fault="no compiler", decoder_fault="", gpus=NO_GPUS, **worker):
     config, _ = load_cluster("laptop")
     config = config.model_copy(update={"worker": WorkerConfig(**worker)})
-    machine = Machine(memory_bytes=memory_bytes, num_cpus=2, native_fault=native_fault)
+    machine = Machine(memory_bytes=memory_bytes, num_cpus=2, native_fault=native_fault, gpus=gpus)
     return resolve_worker(config, SPEC, machine, decoder_fault)
 
 
@@ -83,3 +85,55 @@ def test_a_pool_that_holds_no_full_context_is_refused():
 def test_a_context_over_the_models_positions_is_refused():
     with pytest.raises(ConfigError, match="9000 is over the model's 8192"):
         resolve(max_context_tokens=9000)
+
+
+H200 = Gpus(memory_bytes=(140 * GIB,), fault="")
+
+
+def test_a_gpu_is_used_where_one_is():
+    worker, settings = resolve(gpus=H200)
+    assert (worker.device, worker.backend, worker.dtype, worker.kv_dtype) == ("cuda", "cuda", "bf16", "bf16")
+    assert (worker.block_tokens, worker.chunk_tokens) == (16, 2048)
+    why = {setting.key: setting.reason for setting in settings}
+    assert why["worker.device"] == "auto: 1 NVIDIA GPU(s)"
+    assert "at most 1/4 of 140 GiB" in why["worker.num_blocks"]
+    assert worker.num_blocks == 64 * 512  # max_running full contexts are less than the share
+
+
+@pytest.mark.parametrize(
+    ("worker", "gpus", "decoder_fault", "why"),
+    [
+        ({}, Gpus(fault="no NVIDIA GPU: nvidia-smi is not installed"), "", "auto: no NVIDIA GPU: nvidia-smi is not"),
+        ({"backend": "native"}, H200, "", "auto: the backend native runs on the CPU"),
+        ({}, H200, "unknown family", "auto: only our own decoder runs on a GPU: unknown family"),
+        ({"device": "cpu"}, H200, "", "as configured"),
+    ],
+)
+def test_otherwise_the_cpu_and_why(worker, gpus, decoder_fault, why):
+    resolved, settings = resolve(gpus=gpus, decoder_fault=decoder_fault, native_fault="", **worker)
+    assert resolved.device == "cpu"
+    assert resolved.backend in ("native", "transformers")
+    assert next(setting.reason for setting in settings if setting.key == "worker.device").startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("worker", "gpus", "decoder_fault", "message"),
+    [
+        ({"device": "cuda"}, Gpus(fault="no NVIDIA GPU"), "", "worker.device: cuda, but no NVIDIA GPU"),
+        ({"backend": "cuda"}, Gpus(fault="no NVIDIA GPU"), "", "worker.backend: cuda, but no NVIDIA GPU"),
+        ({"device": "cuda", "backend": "native"}, H200, "", "the backend native runs on the CPU"),
+        ({"device": "cuda"}, H200, "unknown family", "only our own decoder"),
+        ({"device": "cpu", "backend": "cuda"}, H200, "", "contradict each other"),
+    ],
+)
+def test_a_gpu_that_is_asked_for_and_cannot_be_used(worker, gpus, decoder_fault, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(gpus=gpus, decoder_fault=decoder_fault, **worker)
+
+
+def test_workers_share_the_gpus():
+    config, _ = load_cluster("laptop")
+    on_gpu, _ = resolve(gpus=H200)
+    on_cpu, _ = resolve()
+    assert [share_gpus(on_gpu, count, config) for count in (1, 2, 3)] == [0.5, 1.0, 1.0]
+    assert share_gpus(on_cpu, 0, config) == 0

@@ -110,12 +110,18 @@ def make_mlp(ops: CudaOps, width: int = 64) -> DenseMLP:
 def decode_tables(contexts: list[int], block_tokens: int, width: int) -> tuple[DecodeTables, int]:
     """Every row one token; entries beyond a context repeat a block that is not its own."""
     tables, num_blocks = make_step([(context - 1, 1) for context in contexts], block_tokens)
-    table_NW = torch.full((len(contexts), width), 0)
+    table_NW = torch.zeros((len(contexts), width), dtype=torch.int32)
     for row, span in enumerate(tables.spans):
         own = tables.table_X[span.first_entry : span.first_entry + span.num_blocks]
         table_NW[row, : span.num_blocks] = own
     return DecodeTables(
-        tables.positions_T, tables.block_of_T, tables.slot_of_T, tables.table_X, (), table_NW, torch.tensor(contexts)
+        tables.positions_T,
+        tables.block_of_T,
+        tables.slot_of_T,
+        tables.table_X,
+        (),
+        table_NW,
+        torch.tensor(contexts, dtype=torch.int32),
     ), num_blocks
 
 

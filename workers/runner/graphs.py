@@ -1,0 +1,204 @@
+"""Decode steps as recorded graphs: one launch replays a whole forward pass, one graph per size of step.
+
+A step qualifies when every chunk is one token that is sampled; it runs in the smallest recorded size that holds it, the
+rows beyond it computing a token in a block that belongs to nobody. What is recorded reads its numbers from tensors that
+keep their place. All but `CudaCapture` runs on any device: the tests record by calling.
+
+Shapes: N rows of a size, W block table entries of a size, V vocabulary.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from workers.engine.plan import StepPlan
+from workers.ops.base import DecodeTables, StepTables
+from workers.runner.kv_cache import PagedKVCache
+
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Records a call that reads and writes tensors in place; the result computes it again and returns the same tensor."""
+DOUBLING_TO = 16
+"""Sizes double up to here and go in steps of it beyond: at most 15 rows of a larger step are padding."""
+PAD_TOKEN = 0
+
+
+class Size(NamedTuple):
+    """What a graph is recorded for."""
+
+    num_rows: int
+    width: int
+    """Entries of each block table."""
+
+
+def plan_row_counts(max_running: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 32, 48, ... and `max_running` last."""
+    counts = [1 << power for power in range(DOUBLING_TO.bit_length()) if 1 << power < max_running]
+    counts += range(2 * DOUBLING_TO, max_running, DOUBLING_TO)
+    return (*counts, max_running)
+
+
+def plan_widths(max_blocks: int, moves_whole_tables: bool) -> tuple[int, ...]:
+    """Powers of two and `max_blocks` where attention moves a whole table whatever the context; otherwise one width."""
+    if not moves_whole_tables:
+        return (max_blocks,)
+    return (*(1 << power for power in range(2, 31) if 1 << power < max_blocks), max_blocks)
+
+
+def choose_size(plan: StepPlan, row_counts: Sequence[int], widths: Sequence[int], block_tokens: int) -> Size | None:
+    """The smallest size that holds the step; None where it runs op by op."""
+    chunks = plan.chunks
+    if not chunks or len(chunks) > row_counts[-1]:
+        return None
+    if any(chunk.is_prompt or len(chunk.tokens) != 1 or chunk.sampling is None for chunk in chunks):
+        return None
+    longest = max(chunk.first_position // block_tokens + 1 for chunk in chunks)
+    if longest > widths[-1]:
+        return None
+    return Size(row_counts[bisect_left(row_counts, len(chunks))], widths[bisect_left(widths, longest)])
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """A step as the host knows it, in the order of `DecodeInputs`."""
+
+    rows_4N: npt.NDArray[np.int64]
+    """Token ids, positions, blocks, slots."""
+    contexts_N: npt.NDArray[np.int32]
+    table_NW: npt.NDArray[np.int32]
+
+
+def fill_numbers(plan: StepPlan, size: Size, block_tokens: int, scratch_block: int) -> StepNumbers:
+    """The numbers of a step that `choose_size` lets through. Padding: token 0 at position 0 of the scratch block."""
+    rows_4N = np.zeros((4, size.num_rows), np.int64)
+    rows_4N[0], rows_4N[2] = PAD_TOKEN, scratch_block
+    contexts_N = np.ones(size.num_rows, np.int32)
+    table_NW = np.full(size, scratch_block, np.int32)
+    for row, chunk in enumerate(plan.chunks):
+        position = chunk.first_position
+        entry = position // block_tokens
+        rows_4N[:, row] = chunk.tokens[0], position, chunk.blocks[entry], position % block_tokens
+        contexts_N[row] = position + 1
+        table_NW[row, : entry + 1] = chunk.blocks[: entry + 1]
+    return StepNumbers(rows_4N, contexts_N, table_NW)
+
+
+class DecodeInputs:
+    """The tensors that one size of graph reads; they never move."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        self._rows_4N = torch.zeros((4, size.num_rows), dtype=torch.int64, device=device)
+        self._contexts_N = torch.ones(size.num_rows, dtype=torch.int32, device=device)
+        self._table_NW = torch.zeros(size, dtype=torch.int32, device=device)
+        self.ids_N, positions_N, block_of_N, slot_of_N = self._rows_4N.unbind()
+        self.row_N = torch.arange(size.num_rows, device=device)
+        empty_X = torch.empty(0, dtype=torch.int64, device=device)
+        self.tables = DecodeTables(
+            positions_N, block_of_N, slot_of_N, empty_X, (), self._table_NW, self._contexts_N
+        )  # fmt: skip
+
+    def set(self, numbers: StepNumbers) -> None:
+        for place, values in (
+            (self._rows_4N, numbers.rows_4N),
+            (self._contexts_N, numbers.contexts_N),
+            (self._table_NW, numbers.table_NW),
+        ):
+            place.copy_(torch.from_numpy(values))
+
+
+class GraphModel(Protocol):
+    """What computes a step of one token per request: `model/decoder.py`."""
+
+    def run(
+        self, ids_T: Tensor, rows_R: Tensor, tables: StepTables, data: Tensor, on_layer: Callable[[int], None]
+    ) -> Tensor: ...
+
+
+class GraphOps(Protocol):
+    """What a backend whose steps are recorded adds to `Ops`."""
+
+    def moves_whole_tables(self, dtype: torch.dtype) -> bool:
+        """Whether attention over a cache of `dtype` takes longer with a wider table, whatever the contexts."""
+        ...
+
+    def begin_replay(self, tables: DecodeTables, contexts: list[int], block_tokens: int) -> None:
+        """Called before a step of `tables` runs, recorded or not, once its numbers are in place."""
+        ...
+
+
+class DecodeGraphs:
+    """Records each size when it is first needed. Owned by the engine thread."""
+
+    def __init__(
+        self, model: GraphModel, ops: GraphOps, cache: PagedKVCache, max_running: int, max_context_tokens: int,
+        capture: Capture,
+    ) -> None:  # fmt: skip
+        """`cache` has a scratch block."""
+        assert cache.scratch_block is not None, "padding rows write somewhere"
+        self._model, self._ops, self._cache, self._capture = model, ops, cache, capture
+        self._scratch_block = cache.scratch_block
+        max_blocks = cache.layout.num_blocks(max_context_tokens)
+        self.row_counts = plan_row_counts(max_running)
+        self.widths = plan_widths(max_blocks, ops.moves_whole_tables(cache.data.dtype))
+        self._recorded: dict[Size, tuple[DecodeInputs, Callable[[], Tensor]]] = {}
+
+    def run(self, plan: StepPlan) -> Tensor | None:
+        """Logits `[chunks, V]` float32 after the plan's K and V are in the cache, valid until the next run; None for a
+        plan that no graph holds.
+        """
+        block_tokens = self._cache.layout.block_tokens
+        size = choose_size(plan, self.row_counts, self.widths, block_tokens)
+        if size is None:
+            return None
+        numbers = fill_numbers(plan, size, block_tokens, self._scratch_block)
+        known = self._recorded.get(size)
+        inputs = known[0] if known is not None else DecodeInputs(size, self._cache.data.device)
+        inputs.set(numbers)
+        self._ops.begin_replay(inputs.tables, numbers.contexts_N.tolist(), block_tokens)
+        if known is None:
+            known = (inputs, self._capture(lambda: self._compute(inputs)))
+            self._recorded[size] = known
+        return known[1]()[: len(plan.chunks)]
+
+    def _compute(self, inputs: DecodeInputs) -> Tensor:
+        return self._model.run(inputs.ids_N, inputs.row_N, inputs.tables, self._cache.data, _ignore_layer)
+
+
+def _ignore_layer(layer: int) -> None:
+    """A graph replays as one: the runner reports the layers after it."""
+
+
+class CudaCapture:
+    """A `Capture` by CUDA graphs, all in one memory pool: graphs replay one after the other and share their scratch.
+
+    The call runs twice before it is recorded, so that libraries have chosen and loaded what they use.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    @torch.inference_mode()
+    def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch declares no types for it
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                compute()
+        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Lane threads may call CUDA meanwhile; that is none of this recording's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits_NV = compute()
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits_NV
+
+        return replay
