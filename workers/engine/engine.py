@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from workers.engine.allotment import Allotment
 from workers.engine.config import EngineConfig
-from workers.engine.cost import StepCosts
+from workers.engine.cost import StepCosts, StepShape
 from workers.engine.plan import Runner, RunResult, StepObserver, StepPlan
 from workers.engine.request import Reason, Request, Status
 from workers.engine.scheduler import Scheduler
@@ -222,6 +222,14 @@ class Engine:
         """Prompt tokens of running and preempted requests that are not computed yet."""
         waiting = (*self._requests.running, *self._requests.preempted)
         return sum(max(0, request.catch_up_to - request.computed) for request in waiting)
+
+    def predict_prompt_ms(self, num_tokens: int) -> float:
+        """Milliseconds that so many prompt tokens take; 0 for an engine without costs."""
+        if self._costs is None:
+            return 0.0
+        shape = StepShape()
+        shape.add_prompt(num_tokens, 0)
+        return self._costs.predict(shape)
 
     @property
     def computed_prompt(self) -> ComputedPrompt:

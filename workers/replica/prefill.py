@@ -34,7 +34,6 @@ from workers.replica.handoff import HANDOFF_CODEC, HandOff
 from workers.replica.role import Role, now_us
 
 TTFT_SHARE = 0.3
-RATE_WEIGHT = 0.2
 
 
 @dataclass(slots=True)
@@ -66,7 +65,6 @@ class PrefillRole(Role):
         super().__init__(config, engine, desk)
         self._sender, self._layout = sender, layout
         self._shipments: dict[StreamKey, Shipment] = {}
-        self._tokens_per_s = 0.0
         self._step_started_us = self._last_layer_us = 0
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -106,10 +104,8 @@ class PrefillRole(Role):
             raise ValueError(f"{message.skip_tokens} of {len(request.known)} tokens are to be skipped: none is left")
         num_tokens = len(request.known) - self._engine.find_prefix(request)
         ahead = self._tokens_ahead(num_tokens)
-        allowed_s = TTFT_SHARE * self._config.ttft_target_ms / 1000
-        if ahead and self._tokens_per_s and (ahead + num_tokens) / self._tokens_per_s > allowed_s:
-            return "prefill_time"
-        return None
+        allowed_ms = TTFT_SHARE * self._config.ttft_target_ms
+        return "prefill_time" if ahead and self._engine.predict_prompt_ms(ahead + num_tokens) > allowed_ms else None
 
     def _tokens_ahead(self, num_tokens: int) -> int:
         """Uncomputed tokens that go before a new prompt of `num_tokens` uncached ones: the scheduler takes the shortest
@@ -152,24 +148,20 @@ class PrefillRole(Role):
                 self._sender.push(TransferKey(*shipment.key), start, end - start, first, count)
 
     def computed(self, plan: StepPlan) -> None:
-        """Notes the chunk times and learns the rate at which prompts are computed."""
-        ended_us, num_tokens = now_us(), 0
+        """Notes the chunk times."""
+        ended_us = now_us()
         for chunk in plan.chunks:
-            num_tokens += self._note_chunk(chunk, ended_us)
-        if num_tokens:
-            rate = num_tokens / max(1e-6, (ended_us - self._step_started_us) / 1e6)
-            self._tokens_per_s += RATE_WEIGHT * (rate - self._tokens_per_s) if self._tokens_per_s else rate
+            self._note_chunk(chunk, ended_us)
 
-    def _note_chunk(self, chunk: Chunk, ended_us: int) -> int:
+    def _note_chunk(self, chunk: Chunk, ended_us: int) -> None:
         shipment = self._shipments.get(chunk.key)
         if shipment is None:
-            return 0
+            return
         shipment.computed_tokens = chunk.first_position + len(chunk.tokens)
         if shipment.groups:
             shipment.pushed_tokens, shipment.groups = shipment.computed_tokens, {}
         times = (self._step_started_us, self._last_layer_us, ended_us)
         shipment.chunks.append((chunk.first_position, len(chunk.tokens), *times))
-        return len(chunk.tokens)
 
     def stepped(self, result: StepResult) -> None:
         """Hands over every prompt whose first token has been sampled."""

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.fake_model import FakeRunner, continue_text
+from tests.support.fixed_costs import FixedCosts
 from workers.engine.config import EngineConfig
-from workers.engine.cost import StepShape
 from workers.engine.engine import Engine, Finished, Output, StepResult
 from workers.engine.plan import StepPlan
 from workers.engine.request import Request
@@ -474,19 +474,6 @@ def test_prompts_of_higher_priority_go_first_until_the_others_have_waited_long_e
     assert rig.ran()[0][0] == 1, "52 s more of waiting are worth 520 tokens"
 
 
-class FixedCosts:
-    """One millisecond per row and per prompt token."""
-
-    def predict(self, shape: StepShape) -> float:
-        return shape.decode_rows + shape.prompt_tokens
-
-    def tokens_for(self, budget_ms: float, shape: StepShape, context: int, most: int) -> int:
-        return max(0, min(most, int(budget_ms - self.predict(shape))))
-
-    def observe(self, shape: StepShape, milliseconds: float) -> None:
-        self.seen = (shape.decode_rows, shape.prompt_tokens, milliseconds)
-
-
 def test_a_budget_in_milliseconds_bounds_the_prompt_tokens_of_a_step() -> None:
     rig = Rig(num_blocks=64, max_context_tokens=200, chunk_tokens=100, step_budget_ms=12.0, min_chunk_tokens=3)
     costs = FixedCosts()
@@ -511,3 +498,43 @@ def test_a_step_without_budget_left_still_moves_one_prompt_on() -> None:
     assert rig.ran() == [(8, 3, True)]
     rig.steps()
     assert rig.ran() == [(8, 2, True)]
+
+
+# --- nobody starves -----------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_of_low_priority_is_computed_under_a_stream_of_urgent_short_ones() -> None:
+    rig = Rig(num_blocks=64, max_context_tokens=200, max_running=64, ageing_tokens_per_s=100.0)
+    low = rig.begin(200, 40, hold_after_prompt=True, priority=-1)
+    for count in range(1000):
+        urgent = rig.begin(count % 199, 8, hold_after_prompt=True, priority=1, tenant=count.to_bytes(2, "big"))
+        rig.steps()
+        rig.now += 0.1
+        for request in (low, urgent):
+            if request.status == "held":
+                rig.engine.release(request.key)
+        if low.status == "released":
+            break
+        if urgent.status != "released":
+            rig.engine.release(urgent.key)
+    assert low.status == "released"
+    assert 16.0 <= rig.now <= 18.0, "two levels of 8 s, then it goes first"
+
+
+def test_a_preempted_request_of_low_priority_finishes_under_a_stream_of_urgent_ones() -> None:
+    rig = Rig(num_blocks=8, max_context_tokens=32, max_running=3)
+    low = rig.begin(200, 8, priority=-1, sampling=SamplingParams(max_tokens=20))
+    preempted, tokens = 0, list[int]()
+    for count in range(3000):
+        urgent = rig.request(count % 199, 8, priority=1, sampling=SamplingParams(max_tokens=12))
+        if rig.engine.get(urgent.key) is None and rig.engine.reserve(urgent, 2):
+            rig.engine.start(urgent.key)
+        result = rig.steps()
+        rig.now += 0.05
+        preempted += result.preempted.count(low.key)
+        tokens += [output.token for output in result.outputs if output.key == low.key]
+        if low.status == "finished":
+            break
+    assert tokens == continue_text([2000 + i for i in range(8)], 20)
+    assert preempted > 0
+    assert rig.now < 30.0

@@ -12,6 +12,7 @@ from kv_transfer.channel import Adopted, Arrived, BlocksProven, ReceiveTrace, Se
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import TransferKey
 from tests.support.fake_model import FakeRunner
+from tests.support.fixed_costs import FixedCosts
 from workers.engine.config import EngineConfig
 from workers.engine.engine import Engine
 from workers.protocol import (
@@ -129,7 +130,13 @@ class Bench:
 
 
 def make_bench(
-    role: str, *, num_blocks: int = 20, chunk_tokens: int = 8, min_unit_bytes: int = 1, **config: Any
+    role: str,
+    *,
+    num_blocks: int = 20,
+    chunk_tokens: int = 8,
+    min_unit_bytes: int = 1,
+    ms_per_token: float = 0.01,
+    **config: Any,
 ) -> Bench:
     clock, channel, lifecycle = Clock(), FakeChannel(), Lifecycle()
     lifecycle.become("ready")
@@ -142,7 +149,7 @@ def make_bench(
         max_context_tokens=64, prefix_cache=settings.prefix_cache,
     )  # fmt: skip
     runner = FakeRunner(block_tokens=4, num_layers=4)
-    engine = Engine(engine_config, runner)
+    engine = Engine(engine_config, runner, costs=FixedCosts(ms_per_token))
     desk = Desk(settings.role, "decode", lifecycle, clock)
     if role == "prefill":
         made: Any = PrefillRole(settings, engine, channel, LAYOUT, desk)  # type: ignore[arg-type]
@@ -227,8 +234,7 @@ def test_prefill_refuses_without_a_lane_and_without_room() -> None:
 
 
 def test_prefill_accepts_a_share_of_its_ttft_target_and_at_least_one_prompt() -> None:
-    bench = make_bench("prefill", ttft_target_ms=1000)
-    bench.role._tokens_per_s = 40.0
+    bench = make_bench("prefill", ttft_target_ms=1000, ms_per_token=25.0)
     assert bench.say(prefill(S, num_tokens=30)) == [Accept(S, 0, 0, 0)]
     assert bench.say(prefill(T, num_tokens=30)) == [Busy(T, 0, "prefill_time")]
     assert bench.say(prefill(T, num_tokens=2, attempt=1)) == [Accept(T, 1, 0, 0)], "it goes before the long one"
@@ -419,11 +425,10 @@ def test_a_skip_of_everything_is_invalid() -> None:
 
 
 def test_prefill_s_estimate_counts_uncached_tokens() -> None:
-    bench = make_bench("prefill", ttft_target_ms=1000)
+    bench = make_bench("prefill", ttft_target_ms=1000, ms_per_token=25.0)
     bench.say(prefill(S, num_tokens=30))
     bench.run()
     bench.say(Adopted(TransferKey(S, 0), SendTrace(())))
-    bench.role._tokens_per_s = 40.0
     assert bench.say(prefill(T, num_tokens=20, attempt=5)) == [Accept(T, 5, 0, 16)]
     other = dataclasses.replace(prefill(b"u" * 16), prompt=pack_tokens(list(range(60, 80))))
     assert bench.say(other) == [Busy(b"u" * 16, 0, "prefill_time")]
