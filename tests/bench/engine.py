@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = [_check_part(part) for part in options.part]
     except ValueError as error:
         parser.error(str(error))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would not hear Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for part in chosen:

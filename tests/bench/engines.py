@@ -32,6 +32,8 @@ class Engine:
     """None: our own environment."""
     settings: dict[str, Any] = field(default_factory=dict)
     load_limit_s: float = 120.0
+    is_frontier: bool = False
+    """Shows speed against quality: measured with the first thread count only."""
 
     @property
     def is_ours(self) -> bool:
@@ -67,18 +69,21 @@ ENGINES = (
         runner="run_baton.py",
         form="converted",
         settings={"mode": "int8", "kv_dtype": "bf16", **_OWN},
+        is_frontier=True,
     ),
     Engine(
         name="baton bf16",
         runner="run_baton.py",
         form="converted",
         settings={"mode": "bf16", "kv_dtype": "bf16", **_OWN},
+        is_frontier=True,
     ),
     Engine(
         name="baton fp32",
         runner="run_baton.py",
         form="converted",
         settings={"mode": "fp32", "kv_dtype": "fp32", **_OWN},
+        is_frontier=True,
     ),
     Engine(name="onnxruntime-genai int4", runner="run_onnxruntime.py", form="onnx-int4", package=ONNXRUNTIME),
     Engine(name="openvino-genai q4_0", runner="run_openvino.py", form="gguf-q4_0", package=OPENVINO),

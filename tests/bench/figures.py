@@ -9,11 +9,11 @@ from tests.bench.process import EngineProcess
 
 Figure = Literal["single", "batch16", "prefill", "contexts1000", "contexts4000"]
 WHAT: dict[Figure, str] = {
-    "single": "one stream, prompt 64, 96 tokens: decode tokens/s",
+    "single": "one stream, prompt 64, 64 tokens: decode tokens/s",
     "batch16": "16 streams, prompt 64, 64 tokens: decode tokens/s of all",
     "prefill": "one prompt of 1,024, its first token: prompt tokens/s",
-    "contexts1000": "16 streams after contexts of 1,000, 32 tokens: decode tokens/s of all",
-    "contexts4000": "16 streams after contexts of 4,000, 16 tokens: decode tokens/s of all",
+    "contexts1000": "16 streams after contexts of 1,000, 16 tokens: decode tokens/s of all",
+    "contexts4000": "16 streams after contexts of 4,000, 8 tokens: decode tokens/s of all",
 }
 LIMIT_S = 120.0
 """For one measurement."""
@@ -44,7 +44,7 @@ def measure(process: EngineProcess, figure: Figure, prompts: Prompts) -> float:
     match figure:
         case "single":
             _generate(process, prompts.short[:1], 8)
-            return _decode_rate(_generate(process, prompts.short[:1], 96))
+            return _decode_rate(_generate(process, prompts.short[:1], 64))
         case "batch16":
             _generate(process, prompts.short, 2)
             return _decode_rate(_generate(process, prompts.short, 64))
@@ -52,9 +52,9 @@ def measure(process: EngineProcess, figure: Figure, prompts: Prompts) -> float:
             _generate(process, (prompts.long[:128],), 1)
             return len(prompts.long) / float(_generate(process, (prompts.long,), 1)["first_s"])
         case "contexts1000":
-            return _decode_rate(process.ask("long", LIMIT_S, contexts=16, context_tokens=1000, new_tokens=33))
+            return _decode_rate(process.ask("long", LIMIT_S, contexts=16, context_tokens=1000, new_tokens=17))
         case "contexts4000":
-            return _decode_rate(process.ask("long", LIMIT_S, contexts=16, context_tokens=4000, new_tokens=17))
+            return _decode_rate(process.ask("long", LIMIT_S, contexts=16, context_tokens=4000, new_tokens=9))
 
 
 def _generate(process: EngineProcess, prompts: tuple[tuple[int, ...], ...], new_tokens: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).with_name("limits.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread")
 BANDWIDTH_SHARE, INTEGER_SHARE = 0.6, 0.5
 """Targets of acceptance line 7."""
-SINGLE_CONTEXT = 64 + 96 // 2
+SINGLE_CONTEXT = 64 + 64 // 2
 """Mean context of the figure `single`: its KV is read once per token, too."""
 Samples = dict[str, list[float | None]]
 
@@ -63,7 +63,7 @@ def _measure_threads(
             }
             for name, value in measured.items():
                 samples.setdefault(name, []).append(value)
-        stages = process.ask("stages", 120, prompts=prompts.short[:1], new_tokens=96)
+        stages = process.ask("stages", 120, prompts=prompts.short[:1], new_tokens=64)
         batch_stages = process.ask("stages", 120, prompts=prompts.short, new_tokens=64)
     facts = {**weights, "bytes per token": bytes_per_token, "samples": samples, "stages single": stages,
              "stages batch16": batch_stages}  # fmt: skip

@@ -77,7 +77,9 @@ class Bench:
     def _run_peers(self) -> None:
         ready, missing = self.provided
         prompts = make_prompts(self.folder)
-        passes = [run_rounds(ready, n, self.rounds, prompts, self.place, self.say) for n in self.threads]
+        passes = [
+            run_rounds(self._engines_of(ready, n), n, self.rounds, prompts, self.place, self.say) for n in self.threads
+        ]
         rows = [row for measured in passes for row in compared_rows(measured)]
         lost = {name: reason for measured in passes for name, reason in measured.missing.items()} | missing
         self._report(
@@ -86,6 +88,9 @@ class Bench:
         )  # fmt: skip
         for name, reason in lost.items():
             print(f"not measured: {name}: {reason}")
+
+    def _engines_of(self, ready: Sequence[tuple[Engine, Path]], threads: int) -> list[tuple[Engine, Path]]:
+        return [(e, path) for e, path in ready if not e.is_frontier or threads == self.threads[0]]
 
     def _run_limits(self) -> None:
         rows, detail = measure_limits(self.folder, self.place, self.rounds, self.say)

@@ -30,7 +30,7 @@ class Baton:
         chosen = choose_runner(
             RunnerSettings(
                 folder=Path(model), mode=mode, kv_dtype=kv_dtype, block_tokens=BLOCK_TOKENS, num_blocks=num_blocks,
-                max_context_tokens=context, backend="auto", num_threads=threads,
+                max_context_tokens=context, backend="native", num_threads=threads,
             )
         )  # fmt: skip
         self._runner = chosen.runner
