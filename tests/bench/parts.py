@@ -97,7 +97,7 @@ class Bench:
         self._report("limits", rows, **detail)
 
     def _run_ready(self) -> None:
-        rows, detail = measure_ready(self.rounds, self.say)
+        rows, detail = measure_ready(self.folder, self.place, self.rounds, self.say)
         self._report("ready", rows, **detail)
 
     def _run_cluster(self) -> None:
