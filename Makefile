@@ -4,7 +4,7 @@ CONFIG := laptop
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve model test lint type arch ci accept-main bench-engine
+.PHONY: help setup native serve model test lint type arch ci accept-main bench-engine gpu-check
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ arch: setup  ## import layers, sizes, names, documents
 
 ci: lint type arch  ## everything that must hold before a merge
 	@$(BIN)/pip check && $(MAKE) --no-print-directory test
+
+gpu-check: setup  ## what only a GPU can prove, one line per step, under four minutes
+	@$(BIN)/python -m tests.gpu.check
 
 accept-main: model  ## the acceptance of the main job, unbounded
 	@$(BIN)/python -m pytest --full tests/accept/main tests/ray

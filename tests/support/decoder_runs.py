@@ -25,9 +25,11 @@ def load(folder: Path, mode: WeightMode = "fp32", ops: Ops | None = None) -> Dec
     return load_decoder(folder, mode, ops or ReferenceOps())
 
 
-def make_cache(model: Model, block_tokens: int, num_blocks: int) -> PagedKVCache:
+def make_cache(model: Model, block_tokens: int, num_blocks: int, device: torch.device | str = "cpu") -> PagedKVCache:
     spec = model.spec
-    return PagedKVCache(KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_tokens, "fp32"), num_blocks)
+    return PagedKVCache(
+        KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_tokens, "fp32"), num_blocks, device
+    )
 
 
 def generate(
@@ -43,11 +45,13 @@ def generate(
     return replay(runner, config, prompts, num_tokens, stagger)
 
 
-def compute_logits(model: Model, tokens: Sequence[int], chunk: int = 1 << 30) -> Tensor:
+def compute_logits(
+    model: Model, tokens: Sequence[int], chunk: int = 1 << 30, device: torch.device | str = "cpu"
+) -> Tensor:
     """`[len(tokens), vocab]`: the logits after each token of one text, computed in chunks."""
     block_tokens = 16
     num_blocks = -(-len(tokens) // block_tokens)
-    cache = make_cache(model, block_tokens, num_blocks)
+    cache = make_cache(model, block_tokens, num_blocks, device)
     parts = []
     for first in range(0, len(tokens), chunk):
         part = tuple(tokens[first : first + chunk])
@@ -55,5 +59,5 @@ def compute_logits(model: Model, tokens: Sequence[int], chunk: int = 1 << 30) ->
         table = tuple(reversed(range(num_blocks)))
         plan = StepPlan((Chunk(key, part, first, table, SamplingParams(), 0, False, True),))
         batch = make_batch(plan, cache, lambda layer: None)
-        parts.append(model.forward(batch.ids_T, batch.positions_T, torch.arange(len(part)), batch.facts))
+        parts.append(model.forward(batch.ids_T, batch.positions_T, torch.arange(len(part), device=device), batch.facts))
     return torch.cat(parts)

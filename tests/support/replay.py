@@ -16,9 +16,12 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    runner: Runner, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int, stagger_steps: int = 0
-) -> Replayed:
-    """Greedy tokens of each prompt; request i arrives at step i * stagger_steps. Every block is free at the end."""
+    runner: Runner, config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int, stagger_steps: int = 0,
+    temperature: float = 0.0,
+) -> Replayed:  # fmt: skip
+    """Tokens of each prompt, greedy unless there is a temperature; request i arrives at step i * stagger_steps. Every
+    block is free at the end.
+    """
     steps = num_preempted = 0
     engine = Engine(config, runner)
     waiting = list(enumerate(prompts))
@@ -28,7 +31,7 @@ def replay(
             index, prompt = waiting[0]
             request = Request(
                 key=StreamKey(index.to_bytes(16, "big"), 1), known=list(prompt), num_prompt=len(prompt),
-                sampling=SamplingParams(max_tokens=num_tokens), arrival=float(index),
+                sampling=SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=index), arrival=float(index),
             )  # fmt: skip
             if not engine.reserve(request, config.blocks_for(len(prompt))):
                 break
