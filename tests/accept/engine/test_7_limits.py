@@ -9,15 +9,23 @@ import pytest
 from tests.bench.engines import ROOT
 from tests.bench.limits import BANDWIDTH_SHARE, INTEGER_SHARE, measure_limits
 from tests.bench.rounds import Place
-from workers.native.build import read_outcome
+from workers.errors import BackendUnavailable
+from workers.ops.native import load_library
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(600)]
 
 
+def _native_fault() -> str:
+    try:
+        load_library()
+    except BackendUnavailable as error:
+        return str(error)
+    return ""
+
+
 def test_shares_of_the_limits(smollm2: Path, tmp_path: Path, is_full: bool) -> None:
-    outcome = read_outcome()
-    if outcome is None or not outcome.is_built:
-        pytest.skip("native kernels are not built")
+    if fault := _native_fault():
+        pytest.skip(fault)
     place = Place(ROOT / "build" / "bench" / "venvs", tmp_path / "logs")
     rows, detail = measure_limits(smollm2, place, 5 if is_full else 1, lambda text: None, (2, 1) if is_full else (1,))
     assert detail["1 threads"]["bytes per token"] > detail["1 threads"]["layer_weights"] / 2, "4 bits and more a weight"

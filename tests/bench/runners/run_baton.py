@@ -14,35 +14,30 @@ from lines import Timing, Watch, serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from workers.engine.config import EngineConfig
+from workers.engine.cost import MeasuredCosts
 from workers.engine.engine import Engine
 from workers.engine.request import Request
 from workers.protocol import SamplingParams, StreamKey
-from workers.runner.choose import RunnerSettings, choose_runner
+from workers.replica.config import ReplicaConfig
+from workers.replica.loading import load_model
 
 BLOCK_TOKENS = 32
 
 
 class Baton:
     def load(self, model: str, threads: int, mode: str, kv_dtype: str, num_blocks: int, chunk: int) -> dict[str, Any]:
-        torch.set_num_threads(1)
-        context = min(8192, num_blocks * BLOCK_TOKENS)
-        chosen = choose_runner(
-            RunnerSettings(
-                folder=Path(model), mode=mode, kv_dtype=kv_dtype, block_tokens=BLOCK_TOKENS, num_blocks=num_blocks,
-                max_context_tokens=context, backend="native", num_threads=threads,
+        loaded = load_model(
+            ReplicaConfig(
+                role="decode", model_path=model, model_id="bench", secret_path="", dtype=mode, kv_dtype=kv_dtype,
+                backend="native", block_tokens=BLOCK_TOKENS, num_blocks=num_blocks, chunk_tokens=chunk, max_running=32,
+                max_context_tokens=min(8192, num_blocks * BLOCK_TOKENS), prefix_cache=False, num_threads=threads,
             )
         )  # fmt: skip
-        self._runner = chosen.runner
-        self._engine = Engine(
-            EngineConfig(
-                block_tokens=BLOCK_TOKENS, num_blocks=num_blocks, chunk_tokens=chunk, max_running=32,
-                max_context_tokens=context, prefix_cache=False,
-            ),
-            chosen.runner,
-        )  # fmt: skip
+        torch.set_num_threads(1)
+        self._runner = loaded.runner
+        self._engine = Engine(loaded.engine_config, loaded.runner, costs=MeasuredCosts(loaded.costs))
         self._next_id = 0
-        return {"version": "this checkout", "how": chosen.how}
+        return {"version": "this checkout"}
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
         watch, streams = Watch(len(prompts)), {}

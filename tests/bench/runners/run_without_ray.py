@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in processes of their own behind the HTTP front door, without Ray: how soon they answer.
+"""A prefill and a decode worker in processes of their own behind the front door, without Ray: how soon they answer.
 
 Run from the checkout.
 """
@@ -24,6 +24,7 @@ SETTINGS = {
     "max_context_tokens": 8192,
 }  # fmt: skip
 NAME = "test-model"
+"""As the workers of LocalCluster are called."""
 
 
 class WithoutRay:
