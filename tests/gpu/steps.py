@@ -1,7 +1,7 @@
 """The steps of `make gpu-check`: each returns what it saw in one line, or raises. Run one by one, each in its process.
 
-`DEVICE` is all that ties them to a GPU: a test runs those that need no CUDA library on the CPU, so that the first run on
-a GPU does not meet code that has never run.
+`DEVICE` is all that ties them to a GPU: a test runs those that need no CUDA library on the CPU, so that the first run
+on a GPU does not meet code that has never run.
 """
 
 import subprocess
@@ -65,8 +65,8 @@ def make_ops(is_plain: bool = False) -> Ops:
 def show_versions() -> str:
     gpu = torch.cuda.get_device_properties(0)
     return (
-        f"{gpu.name}, {gpu.total_memory / (1 << 30):.0f} GiB, sm_{gpu.major}{gpu.minor}; torch {torch.__version__}, CUDA"
-        f" {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}; "
+        f"{gpu.name}, {gpu.total_memory / (1 << 30):.0f} GiB, sm_{gpu.major}{gpu.minor}; torch {torch.__version__},"
+        f" CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}; "
         + select_ops("cuda", 1, BLOCK_TOKENS).reason
     )
 
@@ -187,8 +187,8 @@ def check_graphs_fp32() -> str:
 
 
 def check_graphs_bf16() -> str:
-    """A recorded step pads its batch, which may choose other kernels of cuBLAS: over small weights that changes a bit of
-    a logit, not a token.
+    """A recorded step pads its batch, so cuBLAS may choose another kernel: over small weights that changes a bit of a
+    logit, not a token.
     """
     check = _compare_recorded("bf16", "bf16", is_plain=False)
     return f"equal streams: {on_models(check, initializer_range=0.06, **HALVES)}"

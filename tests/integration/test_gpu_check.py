@@ -1,4 +1,4 @@
-"""The check that runs on GPUs, as far as a machine without one can hold it: its order, its words, and its steps' code."""
+"""The check that runs on GPUs, as far as a machine without one can hold it: its order, its words, its steps' code."""
 
 import os
 import sys

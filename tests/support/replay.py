@@ -31,7 +31,8 @@ def replay(
             index, prompt = waiting[0]
             request = Request(
                 key=StreamKey(index.to_bytes(16, "big"), 1), known=list(prompt), num_prompt=len(prompt),
-                sampling=SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=index), arrival=float(index),
+                sampling=SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=index),
+                arrival=float(index),
             )  # fmt: skip
             if not engine.reserve(request, config.blocks_for(len(prompt))):
                 break
