@@ -33,6 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", default="2,1", help="thread counts, one pass each (2,1)")
     parser.add_argument("--engines", default="", help="only those whose names contain one of these parts (all)")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "bench", help="environments, weights, results")
+    parser.add_argument(
+        "--precedence", action="store_true", help="other work of this machine waits for what is measured (as root)"
+    )
     return parser
 
 
@@ -43,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench = parts.Bench(
             build=options.build, engines=find_engines(options.engines), rounds=options.rounds,
             threads=tuple(int(part) for part in options.threads.split(",")), say=_say,
+            has_precedence=options.precedence,
         )  # fmt: skip
         chosen = [_check_part(part) for part in options.part]
     except ValueError as error:

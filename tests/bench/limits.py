@@ -3,6 +3,7 @@
 """
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from tests.bench.engines import DEFAULT, ENGINES, Engine
 from tests.bench.figures import Prompts, make_prompts, measure
-from tests.bench.process import EngineProcess
+from tests.bench.process import EngineProcess, take_precedence
 from tests.bench.rounds import Place, start_engine
 from tests.bench.rows import Row, compare, spread
 from workers.native.build import find_compiler
@@ -55,6 +56,8 @@ def _measure_threads(
         )
         for _ in range(rounds):
             process.pause()
+            if place.has_precedence:
+                take_precedence(os.getpid())
             measured = {
                 "read": _ask(program, "read", str(weights["layer_bytes"] + weights["head_bytes"]), str(threads)),
                 "int8": _ask(program, "int8", str(threads)),

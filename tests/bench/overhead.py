@@ -6,6 +6,7 @@ client of the bench on the same cores.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import psutil
 
 from tests.bench.engines import DEFAULT, ENGINES
 from tests.bench.figures import LIMIT_S, make_prompts
-from tests.bench.process import EngineProcess
+from tests.bench.process import EngineProcess, take_precedence
 from tests.bench.rounds import Place, start_engine
 from tests.bench.rows import Row, compare, spread
 from tests.support.real_server import RealServer
@@ -46,6 +47,8 @@ def measure_cluster(
         server = RealServer().wait_ready()
         try:
             server.wait_healthy()
+            if place.has_precedence:
+                _take_precedence(server)
             _served(server, prompts[:1], 8)
             for number in range(rounds):
                 for figure, streams in STREAMS.items():
@@ -58,6 +61,13 @@ def measure_cluster(
             server.end()
     rows = [row for figure in STREAMS for row in _rows(figure, bare[figure], served[figure], profiles[figure])]
     return rows, {"bare": bare, "served": served, "cpu us per token": profiles}
+
+
+def _take_precedence(server: RealServer) -> None:
+    """The server's sessions and ours, in which the client runs."""
+    take_precedence(os.getpid())
+    for process in server.processes():
+        take_precedence(process.pid)
 
 
 def _rows(

@@ -36,6 +36,7 @@ class Bench:
     rounds: int
     threads: tuple[int, ...]
     say: Say
+    has_precedence: bool = False
 
     def run(self, part: str) -> None:
         """Raises `BenchFailed`."""
@@ -47,7 +48,7 @@ class Bench:
 
     @property
     def place(self) -> Place:
-        return Place(self.build / "venvs", self.build / "logs")
+        return Place(self.build / "venvs", self.build / "logs", self.has_precedence)
 
     @cached_property
     def folder(self) -> Path:

@@ -40,10 +40,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where things are: environments, logs."""
+    """Where things are, environments and logs, and what they may take."""
 
     venvs: Path
     logs: Path
+    has_precedence: bool = False
+    """Other work of the machine waits for what is measured."""
 
 
 def run_rounds(
@@ -99,7 +101,10 @@ def _start_all(
 def start_engine(engine: Engine, weights: Path, threads: int, place: Place, cpus: Sequence[int] = ()) -> EngineProcess:
     place.logs.mkdir(parents=True, exist_ok=True)
     log = place.logs / f"{engine.name.replace(' ', '-')}-{threads}.log"
-    return EngineProcess(runner_command(engine, place.venvs), runner_environ(engine, threads), log, cpus)
+    process = EngineProcess(runner_command(engine, place.venvs), runner_environ(engine, threads), log, cpus)
+    if place.has_precedence:
+        process.take_precedence()
+    return process
 
 
 def _load(engine: Engine, process: EngineProcess, weights: Path, threads: int, prompts: Prompts) -> Loaded:
