@@ -65,4 +65,4 @@ class FakeRunner:
         explains = [
             {"token": token} if chunk.explain else None for chunk, token in zip(plan.chunks, tokens, strict=True)
         ]
-        return RunResult(tokens, explains, tuple(range(self.num_layers)), self.step_us)
+        return RunResult(tokens, explains, self.step_us)

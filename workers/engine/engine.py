@@ -17,7 +17,7 @@ from typing import Any, get_args
 from workers.engine.allotment import Allotment
 from workers.engine.config import EngineConfig
 from workers.engine.cost import StepCosts, StepShape
-from workers.engine.plan import Runner, RunResult, StepObserver, StepPlan
+from workers.engine.plan import Runner, RunResult, StepObserver, StepPlan, ignore_layer
 from workers.engine.request import Reason, Request, Status
 from workers.engine.scheduler import Scheduler
 from workers.engine.table import RequestTable
@@ -152,7 +152,7 @@ class Engine:
     def _run(self, plan: StepPlan) -> RunResult:
         observer = self.observer
         if observer is None:
-            return self._runner.execute(plan, _ignore_layer)
+            return self._runner.execute(plan, ignore_layer)
         observer.planned(plan)
         run = self._runner.execute(plan, lambda layer: observer.layer_done(plan, layer))
         observer.computed(plan)
@@ -262,7 +262,3 @@ class Engine:
         request = self._requests.get(key)
         assert request is not None, f"{key!r} is not here"
         return request
-
-
-def _ignore_layer(layer: int) -> None:
-    """No observer."""

@@ -45,10 +45,13 @@ class RunResult:
     """The sampled token; None where nothing is sampled."""
     explains: list[dict[str, Any] | None]
     """JSON-able facts of the sampled token where the chunk asks to explain."""
-    layer_us: tuple[int, ...] = ()
-    """Microseconds from the start of the forward pass until each layer's KV was written."""
     step_us: int = 0
     """Microseconds of the whole call."""
+
+
+def ignore_layer(layer: int) -> None:
+    """Nobody listens to the layers of a step: what knows this function need not call it. A call from native code takes
+    the interpreter's lock, which another thread may hold for milliseconds."""
 
 
 class Runner(Protocol):

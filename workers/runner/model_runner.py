@@ -41,23 +41,17 @@ class ModelRunner:
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None]) -> RunResult:
         """See `engine/plan.py`."""
         started = time.perf_counter_ns()
-        layer_us: list[int] = []
-
-        def layer_done(layer: int) -> None:
-            layer_us.append((time.perf_counter_ns() - started) // 1000)
-            on_layer(layer)
-
         logits_RV = self._graphs.run(plan) if self._graphs is not None else None
         if logits_RV is None:
-            batch = make_batch(plan, self.cache, layer_done)
+            batch = make_batch(plan, self.cache, on_layer)
             logits_RV = self.model.forward(batch.ids_T, batch.positions_T, batch.rows_R, batch.facts)
         else:
             for layer in range(self.model.spec.num_layers):
-                layer_done(layer)
+                on_layer(layer)
         tokens: list[int | None] = [None] * len(plan.chunks)
         explains: list[dict[str, Any] | None] = [None] * len(plan.chunks)
         self._sample_into(plan, logits_RV, tokens, explains)
-        return RunResult(tokens, explains, tuple(layer_us), (time.perf_counter_ns() - started) // 1000)
+        return RunResult(tokens, explains, (time.perf_counter_ns() - started) // 1000)
 
     def _sample_into(
         self, plan: StepPlan, logits_RV: Tensor, tokens: list[int | None], explains: list[dict[str, Any] | None]
