@@ -1,10 +1,10 @@
 """Any interleaving of allocate, keep, share, release, quarantine and prove keeps every block in exactly one place."""
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.state_machines import run_steps
 from workers.engine.block_pool import BlockPool
 
 NUM_BLOCKS = 12
@@ -86,8 +86,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(900)
 def test_pool(is_full: bool) -> None:
-    """In full at least 100,000 steps."""
-    examples = 2800 if is_full else 60
-    run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None)
-    )
+    run_steps(PoolMachine, is_full, 40)

@@ -5,11 +5,11 @@ model's whatever was cached, evicted or preempted; nothing is written while shar
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.fake_model import VOCAB, FakeRunner, continue_text
+from tests.support.state_machines import run_steps
 from workers.engine.config import EngineConfig
 from workers.engine.cost import BrokenLine, CostTable, MeasuredCosts, StepShape
 from workers.engine.engine import Engine, StepResult
@@ -201,8 +201,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(1800)
 def test_engine(is_full: bool) -> None:
-    """In full at least 100,000 steps."""
-    examples = 2300 if is_full else 120
-    run_state_machine_as_test(
-        EngineMachine, settings=settings(max_examples=examples, stateful_step_count=60, deadline=None)
-    )
+    run_steps(EngineMachine, is_full, 60)

@@ -5,10 +5,10 @@ nothing that is shared is written, and every block is free, used, cached or quar
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.state_machines import run_steps
 from workers.engine.block_pool import BlockPool
 from workers.engine.prefix_cache import NULL_BLOCK, PrefixCache, first_page_seen
 from workers.prefix_hash import extend_chain, root_of
@@ -145,6 +145,4 @@ class WindowsOnlyMachine(PrefixMachine):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("machine", [PrefixMachine, WindowsOnlyMachine])
 def test_prefix_cache(machine: type[PrefixMachine], is_full: bool) -> None:
-    """In full at least 100,000 steps."""
-    examples = 1300 if is_full else 40
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50, deadline=None))
+    run_steps(machine, is_full, 50)
