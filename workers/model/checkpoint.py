@@ -3,9 +3,9 @@
 Knows safetensors. Knows no model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +14,14 @@ from torch import Tensor
 from workers.errors import ModelDamaged
 from workers.model.loader import check_weights, list_weights
 from workers.model.progress import Progress, ignore_progress
+
+
+class Cut(NamedTuple):
+    """What one rank keeps of matrices that stand under each other."""
+
+    rows: tuple[range, ...]
+    """Of each."""
+    columns: range
 
 
 class Checkpoint:
@@ -51,12 +59,16 @@ class Checkpoint:
         self._progress("loading weights", min(1.0, self._num_read / len(self._file_of)))
         return found
 
-    def read_rows(self, parts: Iterable[tuple[str, int]], width: int, dtype: torch.dtype) -> Tensor:
-        """Matrices of (tensor, rows) under each other, `[sum of rows, width]` in `dtype`."""
-        parts = list(parts)
-        whole = torch.empty((sum(rows for _, rows in parts), width), dtype=dtype)
+    def read_rows(
+        self, parts: Sequence[tuple[str, int]], width: int, dtype: torch.dtype, cut: Cut | None = None
+    ) -> Tensor:
+        """Matrices of (tensor, rows) under each other, `[sum of rows, width]` in `dtype`, or what `cut` keeps of it."""
+        cut = cut or Cut(tuple(range(rows) for _, rows in parts), range(width))
+        kept = torch.empty((sum(map(len, cut.rows)), len(cut.columns)), dtype=dtype)
         start = 0
-        for tensor, rows in parts:
-            whole[start : start + rows].copy_(self.read(tensor, (rows, width)))
-            start += rows
-        return whole
+        for (tensor, num_rows), rows in zip(parts, cut.rows, strict=True):
+            found = self.read(tensor, (num_rows, width))  # mapped: only what is copied is read
+            columns = slice(cut.columns.start, cut.columns.stop)
+            kept[start : start + len(rows)].copy_(found[rows.start : rows.stop, columns])
+            start += len(rows)
+        return kept
