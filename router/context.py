@@ -3,13 +3,14 @@
 import math
 import secrets
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from router.answer import Answer
 from router.config import RouterConfig
 from router.errors import ApiError
 from router.openai.ask import Ask
 from router.stream import Deadlines, LiveStream, Marks
-from workers.protocol import SamplingParams
+from workers.protocol import SamplingParams, TokenBias
 
 
 @dataclass(slots=True)
@@ -41,10 +42,46 @@ def find_deadlines(config: RouterConfig, arrived: float, timeout: bytes | None) 
     return Deadlines(arrived + config.first_token_s, config.progress_s, total_at)
 
 
+class Vocabulary(Protocol):
+    """What the model's tokenizer knows of ids."""
+
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+
+
 def plan_sampling(
-    ask: Ask, num_prompt: int, limit: int, eos_ids: tuple[int, ...], config: RouterConfig
+    ask: Ask, num_prompt: int, limit: int, vocabulary: Vocabulary, config: RouterConfig
 ) -> SamplingParams:
     """`limit`: prompt and output tokens that fit together. Raises `ApiError` where what was asked for does not fit."""
+    max_tokens, want = _plan_length(ask, num_prompt, limit), ask.sampling
+    if want.min_tokens > max_tokens:
+        message = f"'min_tokens' is {want.min_tokens}, over the {max_tokens} tokens that the answer may have."
+        raise ApiError("invalid_request", message, param="min_tokens")
+    for param, ids in (("logit_bias", [one for one, _ in want.logit_bias]), ("stop_token_ids", want.stop_token_ids)):
+        if outside := [token for token in ids if token >= vocabulary.vocab_size]:
+            message = (
+                f"Invalid '{param}': token ids of this model are 0 to {vocabulary.vocab_size - 1}, got {outside[0]}."
+            )
+            raise ApiError("invalid_request", message, param=param)
+    return SamplingParams(
+        temperature=config.default_temperature if want.temperature is None else want.temperature,
+        top_k=want.top_k,
+        top_p=config.default_top_p if want.top_p is None else want.top_p,
+        min_p=want.min_p,
+        seed=secrets.randbits(63) if want.seed is None else want.seed & ((1 << 63) - 1),
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(dict.fromkeys((() if want.ignore_eos else vocabulary.eos_ids) + want.stop_token_ids)),
+        repetition_penalty=want.repetition_penalty,
+        presence_penalty=want.presence_penalty,
+        frequency_penalty=want.frequency_penalty,
+        logit_bias=tuple(TokenBias(token, bias) for token, bias in want.logit_bias),
+        min_tokens=want.min_tokens,
+        logprobs=want.logprobs,
+    )
+
+
+def _plan_length(ask: Ask, num_prompt: int, limit: int) -> int:
+    """Output tokens at most. Raises `ApiError`."""
     if num_prompt >= limit:
         message = f"This model's maximum context length is {limit} tokens; your prompt alone has {num_prompt}."
         param = "messages" if ask.endpoint == "chat" else "prompt"
@@ -56,15 +93,7 @@ def plan_sampling(
             f"{ask.max_tokens} in '{ask.max_tokens_param}'."
         )
         raise ApiError("context_length", message, param=ask.max_tokens_param)
-    return SamplingParams(
-        temperature=config.default_temperature if ask.temperature is None else ask.temperature,
-        top_k=ask.top_k,
-        top_p=config.default_top_p if ask.top_p is None else ask.top_p,
-        min_p=ask.min_p,
-        seed=secrets.randbits(63) if ask.seed is None else ask.seed & ((1 << 63) - 1),
-        max_tokens=ask.max_tokens or min(room, ask.default_max_tokens or room),
-        stop_token_ids=() if ask.ignore_eos else eos_ids,
-    )
+    return ask.max_tokens or min(room, ask.default_max_tokens or room)
 
 
 def describe_end(trail: Trail, path: str, status: int, now: float) -> str:

@@ -35,7 +35,7 @@ class Explainer:
     async def reply(self, exchange: Exchange, ask: Ask, stream: LiveStream, trail: Trail) -> None:
         """Waits for the whole answer and sends the document. Raises `ApiError` where the stream ends in one."""
         answer = self._pipeline.listen(ask, stream, trail)
-        text = "".join([piece async for piece in answer.pieces()])
+        text = "".join([piece.text async for piece in answer.pieces()])
         try:
             async with asyncio.timeout(PREFILL_WAIT_S):
                 await stream.wait_prefill_end()

@@ -145,7 +145,7 @@ class Inbox:
         stream = self._desk.current(delta.stream, delta.attempt)
         if stream is None or link.incarnation != stream.placement.decode or stream.state in ("queued", "reserving"):
             return
-        if stream.apply(delta.position, delta.tokens, self._clock()) == "gap":
+        if stream.apply(delta.position, delta.tokens, self._clock(), delta.logprobs) == "gap":
             self._desk.ask_again(stream)
         self._end_if_complete(link, stream)
 

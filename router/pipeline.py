@@ -28,10 +28,11 @@ from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.exchange import ClientGone, Exchange
 from router.openai import sse
-from router.openai.ask import Ask, ChatPrompt, Prompt, ReplyShape, TextPrompt, TokenPrompt, Usage
+from router.openai.ask import Ask, ChatPrompt, Piece, Prompt, ReplyShape, TextPrompt, TokenPrompt, Usage
 from router.openai.chat import ChatShape, parse_chat
 from router.openai.completions import CompletionShape, parse_completion
 from router.openai.models import check_model
+from router.openai.sampling import NO_LOGPROBS
 from router.openai.schemas import parse_json_object
 from router.stream import LiveStream, Marks, Standing
 from router.text.stop import StopMatcher
@@ -111,7 +112,7 @@ class Pipeline:
         deadlines = find_deadlines(self._config, trail.arrived, timeout)
         held = pool_tokens(self._dispatcher.snapshots()) or self._config.max_context_tokens
         limit = min(self._config.max_context_tokens, held)
-        sampling = plan_sampling(ask, len(prompt), limit, self._tokenizer.eos_ids, self._config)
+        sampling = plan_sampling(ask, len(prompt), limit, self._tokenizer, self._config)
         admission = decide_admission(self._look_at_door())
         if isinstance(admission, ApiError):
             raise admission
@@ -123,8 +124,7 @@ class Pipeline:
 
     def listen(self, ask: Ask, stream: LiveStream, trail: Trail) -> Answer:
         """The text of the stream, as it comes."""
-        stops = StopMatcher(ask.stops)
-        trail.answer = Answer(stream, self._tokenizer.make_detokenizer(), stops, stream.sampling.stop_token_ids)
+        trail.answer = Answer(stream, self._tokenizer, StopMatcher(ask.stops))
         return trail.answer
 
     async def _reply(self, exchange: Exchange, ask: Ask, stream: LiveStream, trail: Trail) -> None:
@@ -133,9 +133,10 @@ class Pipeline:
         if ask.stream:
             await self._reply_events(exchange, ask, answer, shape, stream)
             return
-        text = "".join([piece async for piece in answer.pieces()])
+        pieces = [piece async for piece in answer.pieces()]
+        whole = Piece("".join(piece.text for piece in pieces), tuple(e for piece in pieces for e in piece.entries))
         assert answer.reason is not None
-        await exchange.send_json(200, shape.whole(text, answer.reason, self._usage(stream, answer)))
+        await exchange.send_json(200, shape.whole(whole, answer.reason, self._usage(stream, answer)))
 
     async def _reply_events(
         self, exchange: Exchange, ask: Ask, answer: Answer, shape: ReplyShape, stream: LiveStream
@@ -217,10 +218,13 @@ class Pipeline:
         )
 
     def _make_shape(self, ask: Ask, request: str) -> ReplyShape:
-        created, model = int(time.time()), self._config.model_id
-        if ask.endpoint == "chat":
-            return ChatShape(f"chatcmpl-{request}", model, created, ask.include_usage)
-        return CompletionShape(f"cmpl-{request}", model, created, ask.include_usage)
+        prefix, make = ("chatcmpl", ChatShape) if ask.endpoint == "chat" else ("cmpl", CompletionShape)
+        head: dict[str, object] = {
+            "id": f"{prefix}-{request}",
+            "created": int(time.time()),
+            "model": self._config.model_id,
+        }
+        return make(head, ask.include_usage, ask.sampling.logprobs != NO_LOGPROBS)
 
     def _usage(self, stream: LiveStream, answer: Answer) -> Usage:
         return Usage(stream.num_prompt, answer.num_tokens, min(stream.num_cached, stream.num_prompt))

@@ -23,6 +23,7 @@ from workers.protocol import (
     Explain,
     FinishReason,
     LocalReason,
+    Logprobs,
     PrefillTimings,
     SamplingParams,
     StreamKey,
@@ -146,6 +147,8 @@ class LiveStream:
         self.state: StreamState = "queued"
         self.placement = Placement()
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        """One per token where the request asks for them, else empty."""
         self.outcome: Outcome | None = None
         self.spent, self.avoid, self.needs_local = Spent(), set[int](), False
         self.verdict: Verdict | None = None
@@ -195,7 +198,7 @@ class LiveStream:
         self.placement, self.verdict = Placement(), None
         self._promised = self._gap_asked_at = None
 
-    def apply(self, position: int, tokens: tuple[int, ...], now: float) -> Applied:
+    def apply(self, position: int, tokens: tuple[int, ...], now: float, logprobs: tuple[Logprobs, ...] = ()) -> Applied:
         """Appends what is new of a delta; position > count is a gap and changes nothing."""
         count = len(self.tokens)
         if position > count:
@@ -207,6 +210,7 @@ class LiveStream:
             self.advance("first_token")
             self.marks.first_token = now
         self.tokens.extend(fresh)
+        self.logprobs.extend(logprobs[count - position :])
         if self.explain is not None:
             self.explain.token_times.extend([now] * len(fresh))
         self.marks.last_token, self.verdict, self._gap_asked_at = now, None, None

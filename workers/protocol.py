@@ -88,6 +88,26 @@ def unpack_names(packed: bytes) -> list[bytes]:
     return [packed[at : at + NAME_BYTES] for at in range(0, len(packed), NAME_BYTES)]
 
 
+Logprob = Annotated[float, Between(-9999.0, 0.0)]
+"""Natural logarithm of a probability, -9999 where that is smaller still, as OpenAI writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopToken:
+    token: TokenId
+    logprob: Logprob
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of one output token: softmax of the model's own logits, before penalties, biases, masks and settings."""
+
+    chosen: Logprob
+    """Of the token that was sampled."""
+    top: Annotated[tuple[TopToken, ...], Size(0, 20)]
+    """The likeliest tokens, falling; among equals the lower id comes first."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBias:
     token: TokenId
@@ -119,6 +139,11 @@ class SamplingParams:
     """How many of the likeliest tokens are told beside the chosen one; -1: no log probability is told."""
     choice: Annotated[int, Between(0, 127)] = 0
     """Which of a request's n answers this is: they share the seed."""
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the tokens so far matter to the next one other than through the model."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +290,8 @@ class Delta:
     attempt: Attempt
     position: Count
     tokens: Annotated[tuple[TokenId, ...], Size(0, MAX_TOKENS)]
+    logprobs: Annotated[tuple[Logprobs, ...], Size(0, MAX_TOKENS)] = ()
+    """One per token where the stream asks for them, else empty."""
 
 
 @dataclass(frozen=True, slots=True)

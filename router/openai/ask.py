@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from router.openai.logprobs import TokenEntry
+from router.openai.sampling import SamplingAsk
 from workers.protocol import FinishReason
 
 
@@ -40,13 +42,7 @@ class Ask:
     """Cut to what the context allows; None: as many as it allows."""
     max_tokens_param: str
     """The name under which the client gave it, for error messages."""
-    temperature: float | None
-    top_p: float | None
-    """None: the model's default, which `RouterConfig` carries."""
-    top_k: int
-    min_p: float
-    seed: int | None
-    ignore_eos: bool
+    sampling: SamplingAsk
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
@@ -71,14 +67,22 @@ class Usage:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that may leave, and the log probabilities of the tokens consumed for it where the client asked."""
+
+    text: str
+    entries: tuple[TokenEntry, ...] = ()
+
+
 class ReplyShape(Protocol):
     """Turns text and outcomes into the documents of one endpoint. One object per request; keeps what was said
     already.
     """
 
-    def whole(self, text: str, reason: FinishReason, usage: Usage) -> dict[str, object]: ...
+    def whole(self, piece: Piece, reason: FinishReason, usage: Usage) -> dict[str, object]: ...
 
-    def chunk(self, text: str) -> dict[str, object]: ...
+    def chunk(self, piece: Piece) -> dict[str, object]: ...
 
     def finish(self, reason: FinishReason) -> dict[str, object]: ...
 

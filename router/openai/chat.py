@@ -3,7 +3,9 @@
 from pydantic import JsonValue
 
 from router.errors import ApiError
-from router.openai.ask import Ask, ChatPrompt, Usage
+from router.openai.ask import Ask, ChatPrompt, Piece, Usage
+from router.openai.logprobs import describe_chat
+from router.openai.sampling import read_chat_logprobs, read_sampling
 from router.openai.schemas import ChatBody, Message, parse_body, parse_stops, tenant_of
 from workers.protocol import FinishReason
 
@@ -21,12 +23,7 @@ def parse_chat(document: dict[str, JsonValue], max_stops: int, max_stop_chars: i
         max_tokens=body.max_completion_tokens if has_new_name else body.max_tokens,
         default_max_tokens=None,
         max_tokens_param="max_completion_tokens" if has_new_name else "max_tokens",
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
-        seed=body.seed,
-        ignore_eos=bool(body.ignore_eos),
+        sampling=read_sampling(body, read_chat_logprobs(body)),
         stops=parse_stops(body.stop, max_stops, max_stop_chars),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -76,29 +73,28 @@ def _plain_content(content: JsonValue, where: str) -> str:
 class ChatShape:
     """Documents of one chat answer; the role rides in the first chunk."""
 
-    def __init__(self, answer_id: str, model: str, created: int, include_usage: bool) -> None:
-        self._head: dict[str, object] = {
-            "id": answer_id,
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": model,
-        }
+    def __init__(self, head: dict[str, object], include_usage: bool, has_logprobs: bool) -> None:
+        self._head = head | {"object": "chat.completion.chunk"}
         self._tail: dict[str, object] = {"usage": None} if include_usage else {}
+        self._has_logprobs = has_logprobs
         self._is_first = True
 
-    def whole(self, text: str, reason: FinishReason, usage: Usage) -> dict[str, object]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+    def whole(self, piece: Piece, reason: FinishReason, usage: Usage) -> dict[str, object]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": self._logprobs(piece), "finish_reason": reason}
         return self._head | {"object": "chat.completion", "choices": [choice], "usage": usage.body()}
 
-    def chunk(self, text: str) -> dict[str, object]:
-        return self._choice(self._with_role({"content": text}), None)
+    def chunk(self, piece: Piece) -> dict[str, object]:
+        return self._choice(self._with_role({"content": piece.text}), self._logprobs(piece), None)
 
     def finish(self, reason: FinishReason) -> dict[str, object]:
-        return self._choice(self._with_role({}), reason)
+        return self._choice(self._with_role({}), None, reason)
 
     def usage(self, usage: Usage) -> dict[str, object]:
         return self._head | {"choices": [], "usage": usage.body()}
+
+    def _logprobs(self, piece: Piece) -> dict[str, object] | None:
+        return describe_chat(piece.entries) if self._has_logprobs else None
 
     def _with_role(self, delta: dict[str, object]) -> dict[str, object]:
         if not self._is_first:
@@ -106,6 +102,8 @@ class ChatShape:
         self._is_first = False
         return {"role": "assistant", "content": ""} | delta
 
-    def _choice(self, delta: dict[str, object], reason: FinishReason | None) -> dict[str, object]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _choice(
+        self, delta: dict[str, object], logprobs: dict[str, object] | None, reason: FinishReason | None
+    ) -> dict[str, object]:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._head | {"choices": [choice]} | self._tail

@@ -5,7 +5,9 @@ from typing import cast
 from pydantic import JsonValue
 
 from router.errors import ApiError
-from router.openai.ask import Ask, Prompt, TextPrompt, TokenPrompt, Usage
+from router.openai.ask import Ask, Piece, Prompt, TextPrompt, TokenPrompt, Usage
+from router.openai.logprobs import describe_completion
+from router.openai.sampling import NO_LOGPROBS, read_sampling
 from router.openai.schemas import CompletionBody, parse_body, parse_stops, tenant_of
 from workers.protocol import FinishReason
 
@@ -22,12 +24,7 @@ def parse_completion(document: dict[str, JsonValue], max_stops: int, max_stop_ch
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         max_tokens_param="max_tokens",
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
-        seed=body.seed,
-        ignore_eos=bool(body.ignore_eos),
+        sampling=read_sampling(body, NO_LOGPROBS if body.logprobs is None else body.logprobs),
         stops=parse_stops(body.stop, max_stops, max_stop_chars),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -56,26 +53,27 @@ def _parse_prompt(value: JsonValue) -> Prompt:
 class CompletionShape:
     """Documents of one text answer."""
 
-    def __init__(self, answer_id: str, model: str, created: int, include_usage: bool) -> None:
-        self._head: dict[str, object] = {
-            "id": answer_id,
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-        }
+    def __init__(self, head: dict[str, object], include_usage: bool, has_logprobs: bool) -> None:
+        self._head = head | {"object": "text_completion"}
         self._tail: dict[str, object] = {"usage": None} if include_usage else {}
+        self._has_logprobs, self._offset = has_logprobs, 0
 
-    def whole(self, text: str, reason: FinishReason, usage: Usage) -> dict[str, object]:
-        return self._choice(text, reason) | {"usage": usage.body()}
+    def whole(self, piece: Piece, reason: FinishReason, usage: Usage) -> dict[str, object]:
+        return self._choice(piece, reason) | {"usage": usage.body()}
 
-    def chunk(self, text: str) -> dict[str, object]:
-        return self._choice(text, None) | self._tail
+    def chunk(self, piece: Piece) -> dict[str, object]:
+        return self._choice(piece, None) | self._tail
 
     def finish(self, reason: FinishReason) -> dict[str, object]:
-        return self._choice("", reason) | self._tail
+        return self._choice(Piece(""), reason) | self._tail
 
     def usage(self, usage: Usage) -> dict[str, object]:
         return self._head | {"choices": [], "usage": usage.body()}
 
-    def _choice(self, text: str, reason: FinishReason | None) -> dict[str, object]:
-        return self._head | {"choices": [{"text": text, "index": 0, "logprobs": None, "finish_reason": reason}]}
+    def _choice(self, piece: Piece, reason: FinishReason | None) -> dict[str, object]:
+        logprobs = None
+        if self._has_logprobs and (piece.entries or reason is None):
+            logprobs = describe_completion(piece.entries, self._offset)
+            self._offset += sum(len(entry.chosen.text) for entry in piece.entries)
+        choice = {"text": piece.text, "index": 0, "logprobs": logprobs, "finish_reason": reason}
+        return self._head | {"choices": [choice]}

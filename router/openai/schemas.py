@@ -44,7 +44,10 @@ class SamplingBody(_Strict):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, JsonValue] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 17)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=32)] | None = None
     user: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -102,11 +105,6 @@ class CompletionBody(SamplingBody):
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),

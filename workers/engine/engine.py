@@ -21,7 +21,7 @@ from workers.engine.plan import Runner, RunResult, StepObserver, StepPlan, ignor
 from workers.engine.request import Reason, Request, Status
 from workers.engine.scheduler import Scheduler
 from workers.engine.table import RequestTable
-from workers.protocol import ComputedPrompt, FinishReason, StreamKey
+from workers.protocol import ComputedPrompt, FinishReason, Logprobs, StreamKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Output:
     key: StreamKey
     position: int
     token: int
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Engine:
         self._runner, self._costs = runner, costs
         self._requests = RequestTable()
         self._scheduler = Scheduler(config, self._requests, self._blocks, costs)
-        self._adopted: dict[StreamKey, int] = {}
+        self._adopted: dict[StreamKey, tuple[int, Logprobs | None]] = {}
         self._computed_prompt: dict[Reason, int] = dict.fromkeys(get_args(Reason), 0)
 
     # --- admission ----------------------------------------------------------------------------------------------------
@@ -100,14 +101,14 @@ class Engine:
         self._requests.apply(request, "start")
         request.catch_up_to = len(request.known)
 
-    def adopt(self, key: StreamKey, first_token: int) -> None:
+    def adopt(self, key: StreamKey, first_token: int, logprobs: Logprobs | None = None) -> None:
         """The KV of all known tokens has arrived in the blocks and is verified; the next step emits `first_token` and
         computes nothing."""
         request = self._named(key)
         self._requests.apply(request, "adopt")
         request.computed = len(request.known)
         self._blocks.note_computed(request)
-        self._adopted[key] = first_token
+        self._adopted[key] = first_token, logprobs
 
     def release(self, key: StreamKey, quarantine: Collection[int] = ()) -> None:
         """Forget the request, from any status; its blocks are free or cached but for the quarantined ones. Unknown keys
@@ -146,8 +147,8 @@ class Engine:
 
     def _emit_adopted(self, result: StepResult) -> None:
         adopted, self._adopted = self._adopted, {}
-        for key, token in adopted.items():
-            self._append(self._named(key), token, result)
+        for key, (token, logprobs) in adopted.items():
+            self._append(self._named(key), token, logprobs, result)
 
     def _run(self, plan: StepPlan) -> RunResult:
         observer = self.observer
@@ -160,7 +161,7 @@ class Engine:
 
     def _update(self, plan: StepPlan, run: RunResult, result: StepResult) -> None:
         result.step_us = run.step_us
-        for chunk, token, explain in zip(plan.chunks, run.tokens, run.explains, strict=True):
+        for index, (chunk, token, explain) in enumerate(zip(plan.chunks, run.tokens, run.explains, strict=True)):
             request = self._named(chunk.key)
             num_tokens = len(chunk.tokens)
             request.computed += num_tokens
@@ -176,11 +177,11 @@ class Engine:
                 f"{chunk.key!r}: the runner sampled where it should not, or not"
             )
             if token is not None:
-                self._append(request, token, result)
+                self._append(request, token, run.logprobs.get(index), result)
 
-    def _append(self, request: Request, token: int, result: StepResult) -> None:
+    def _append(self, request: Request, token: int, logprobs: Logprobs | None, result: StepResult) -> None:
         """Emit one output token and let the request finish, be held, or go on."""
-        result.outputs.append(Output(request.key, request.num_outputs, token))
+        result.outputs.append(Output(request.key, request.num_outputs, token, logprobs))
         request.known.append(token)
         reason = self._finish_reason(request, token)
         if request.hold_after_prompt:

@@ -1,10 +1,10 @@
 """What crosses between engine and runner: the plan of one step down, its tokens up. Pure data and two seams."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from workers.protocol import SamplingParams, StreamKey
+from workers.protocol import Logprobs, SamplingParams, StreamKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Chunk:
     """Index of the sampled token among the stream's output tokens: the counter of the random generator."""
     explain: bool
     is_prompt: bool
+    history: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """(prompt, output) so far, where the sampling settings look back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class RunResult:
     """JSON-able facts of the sampled token where the chunk asks to explain."""
     step_us: int = 0
     """Microseconds of the whole call."""
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    """By index of the chunk, where its settings ask for them."""
 
 
 def ignore_layer(layer: int) -> None:

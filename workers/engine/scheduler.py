@@ -142,4 +142,9 @@ class Scheduler:
             output_position=request.num_outputs,
             explain=is_last and request.explain and request.num_outputs == request.num_emitted,
             is_prompt=request.is_prompt_left,
+            history=_split_history(request) if is_last and request.sampling.looks_back else None,
         )
+
+
+def _split_history(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(request.known[: request.num_prompt]), tuple(request.known[request.num_prompt :])

@@ -164,7 +164,7 @@ class DecodeRole(Role):
             self.desk.fail(key, "transfer", "transfer")
             return
         sitting.is_awaiting, sitting.adopted_us, sitting.trace = False, now_us(), event.trace
-        self._engine.adopt(key, meta.token)
+        self._engine.adopt(key, meta.token, meta.logprobs)
 
     # --- the engine's step ------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class DecodeRole(Role):
             if key in self._sittings and len(self._sittings[key].facts) < 8:
                 self._sittings[key].facts.append(facts)
         for output in result.outputs:
-            self.desk.token(output.key, output.position, output.token)
+            self.desk.token(output.key, output.position, output.token, output.logprobs)
             sitting = self._sittings.get(output.key)
             if sitting is not None:
                 sitting.first_us, sitting.last_us = sitting.first_us or now, now

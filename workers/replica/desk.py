@@ -17,6 +17,7 @@ from workers.protocol import (
     Failed,
     FailReason,
     Generate,
+    Logprobs,
     Prefill,
     PrefillEnd,
     Resume,
@@ -108,7 +109,7 @@ class Desk:
 
     # --- results ----------------------------------------------------------------------------------------------------
 
-    def token(self, key: StreamKey, position: int, token: int) -> None:
+    def token(self, key: StreamKey, position: int, token: int, logprobs: Logprobs | None = None) -> None:
         """Passes one output token on; positions must follow each other."""
         attempt = self.streams.get(key)
         if attempt is None:
@@ -116,7 +117,9 @@ class Desk:
         assert position == attempt.base + len(attempt.outputs), f"{key}: token {position} after {len(attempt.outputs)}"
         attempt.outputs.append(token)
         attempt.deadline = self.clock() + attempt.progress_s
-        delta = Delta(key.stream, key.attempt, position, (token,))
+        told = () if logprobs is None else (logprobs,)
+        attempt.logprobs.extend(told)
+        delta = Delta(key.stream, key.attempt, position, (token,), told)
         self._deltas.setdefault(attempt.ingress, []).append(delta)
 
     def finish(self, key: StreamKey, final: End | Failed | PrefillEnd) -> None:

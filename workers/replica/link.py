@@ -78,7 +78,9 @@ def merge_deltas(older: Delta | None, newer: Delta) -> Delta:
     """One delta that carries what two consecutive ones of the same attempt carry."""
     if older is None or newer.position != older.position + len(older.tokens):
         return newer
-    return Delta(older.stream, older.attempt, older.position, older.tokens + newer.tokens)
+    return Delta(
+        older.stream, older.attempt, older.position, older.tokens + newer.tokens, older.logprobs + newer.logprobs
+    )
 
 
 class FrontLink:

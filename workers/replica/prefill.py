@@ -171,7 +171,7 @@ class PrefillRole(Role):
         for output in result.outputs:
             shipment = self._shipments.get(output.key)
             if shipment is not None:
-                meta = HandOff(output.token, output.position, shipment.num_tokens)
+                meta = HandOff(output.token, output.position, shipment.num_tokens, output.logprobs)
                 self._sender.finish(TransferKey(*output.key), HANDOFF_CODEC.encode(meta))
 
     # --- the transfer's end -----------------------------------------------------------------------------------------

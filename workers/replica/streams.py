@@ -10,7 +10,19 @@ RETENTION_S); an abort removes it at once, for then nothing is owed.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from workers.protocol import Delta, End, Failed, Position, PrefillEnd, Resume, Stage, StreamKey, Tokens, UpMessage
+from workers.protocol import (
+    Delta,
+    End,
+    Failed,
+    Logprobs,
+    Position,
+    PrefillEnd,
+    Resume,
+    Stage,
+    StreamKey,
+    Tokens,
+    UpMessage,
+)
 
 INGRESS_GRACE_S = 2.0
 RETENTION_S = 60.0
@@ -30,13 +42,18 @@ class Attempt:
     accept: UpMessage
     outputs: list[int] = field(default_factory=list)
     """Output tokens of this attempt: position base onwards."""
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """One per output token where the stream asks for them, else empty."""
     final: End | Failed | PrefillEnd | None = None
     ended_at: float = 0.0
 
     def delta(self, count: int) -> Delta:
         """Every output token from position `count` on."""
         start = max(count, self.base)
-        return Delta(self.key.stream, self.key.attempt, start, tuple(self.outputs[start - self.base :]))
+        first = start - self.base
+        return Delta(
+            self.key.stream, self.key.attempt, start, tuple(self.outputs[first:]), tuple(self.logprobs[first:])
+        )
 
 
 class StreamTable:

@@ -9,6 +9,7 @@ from torch import Tensor
 from workers.engine.plan import StepPlan
 from workers.model.paged_attention import Span, StepFacts
 from workers.runner.kv_cache import PagedKVCache
+from workers.sampling.adjust import NO_HISTORY, History
 from workers.sampling.sampler import Draw
 
 
@@ -62,7 +63,11 @@ def make_batch(plan: StepPlan, cache: PagedKVCache, on_layer: Callable[[int], No
 def make_draws(plan: StepPlan) -> tuple[tuple[int, ...], tuple[Draw, ...]]:
     """(chunks that are sampled, how each of them is)."""
     sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sampling is not None)
-    return sampled, tuple(Draw(c.sampling, c.output_position) for c in plan.chunks if c.sampling is not None)
+    return sampled, tuple(
+        Draw(c.sampling, c.output_position, History(*c.history) if c.history else NO_HISTORY)
+        for c in plan.chunks
+        if c.sampling is not None
+    )
 
 
 def _gather_rows(blocks_N: Tensor, spans: list[Span], kv_heads: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The engine's `Runner`: batch, forward pass, sampling. No scheduling and no sampling policy."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from workers.model.fallback import load_fallback
 from workers.model.loader import fingerprint_weights
 from workers.model.progress import Progress, ignore_progress
 from workers.ops.base import DrawRows
+from workers.protocol import Logprobs
 from workers.runner.batch import make_batch, make_draws
 from workers.runner.graphs import DecodeGraphs
 from workers.runner.kv_cache import TORCH_DTYPES, PagedKVCache
 from workers.runner.probe import Model, prove_model
 from workers.sampling.adjust import is_adjusted
 from workers.sampling.explain import explain_draw
+from workers.sampling.logprobs import describe_token
 from workers.sampling.sampler import Draw, is_random, sample
 
 
@@ -50,29 +52,32 @@ class ModelRunner:
                 on_layer(layer)
         tokens: list[int | None] = [None] * len(plan.chunks)
         explains: list[dict[str, Any] | None] = [None] * len(plan.chunks)
-        self._sample_into(plan, logits_RV, tokens, explains)
-        return RunResult(tokens, explains, (time.perf_counter_ns() - started) // 1000)
-
-    def _sample_into(
-        self, plan: StepPlan, logits_RV: Tensor, tokens: list[int | None], explains: list[dict[str, Any] | None]
-    ) -> None:
+        logprobs: dict[int, Logprobs] = {}
         sampled_chunks, draws = make_draws(plan)
+        sampled, logits_RV = self._sample(logits_RV, plan, draws)
+        for row, (chunk, token) in enumerate(zip(sampled_chunks, sampled, strict=True)):
+            tokens[chunk], num_top = token, draws[row].params.logprobs
+            if num_top >= 0:
+                logprobs[chunk] = describe_token(logits_RV[row], token, num_top)
+            if plan.chunks[chunk].explain:
+                explains[chunk] = explain_draw(logits_RV[row], draws[row], token)
+        return RunResult(tokens, explains, (time.perf_counter_ns() - started) // 1000, logprobs)
+
+    def _sample(self, logits_RV: Tensor, plan: StepPlan, draws: Sequence[Draw]) -> tuple[list[int], Tensor]:
+        """The tokens, and the logits where they are looked at further."""
         if not draws:
             if logits_RV.is_cuda:
                 torch.cuda.synchronize()  # the time of a step is what it took, not what it took to ask for it
-            return
+            return [], logits_RV
         if logits_RV.is_cuda and (any(map(_is_drawn, draws)) or any(chunk.explain for chunk in plan.chunks)):
             logits_RV = logits_RV.cpu()  # anything but a maximum is many small steps over one row
-        sampled = sample(logits_RV, draws, self._draw_rows)
-        for row, (chunk, token) in enumerate(zip(sampled_chunks, sampled, strict=True)):
-            tokens[chunk] = token
-            if plan.chunks[chunk].explain:
-                explains[chunk] = explain_draw(logits_RV[row], draws[row], token)
+        return sample(logits_RV, draws, self._draw_rows), logits_RV
 
 
 def _is_drawn(draw: Draw) -> bool:
-    """Whether the token may be another than the likeliest."""
-    return is_random(draw.params) or is_adjusted(draw.params, draw.position)
+    """Whether more is asked of the row than its likeliest token."""
+    params = draw.params
+    return is_random(params) or is_adjusted(params, draw.position) or params.logprobs >= 0
 
 
 def load_runner(

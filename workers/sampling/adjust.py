@@ -28,14 +28,9 @@ class History(NamedTuple):
 NO_HISTORY = History()
 
 
-def needs_history(params: SamplingParams) -> bool:
-    """Whether the tokens so far matter to the next one other than through the model."""
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
 def is_adjusted(params: SamplingParams, position: int) -> bool:
     """Whether `adjust_row` changes anything for output token `position`."""
-    return needs_history(params) or bool(params.logit_bias) or position < params.min_tokens
+    return params.looks_back or bool(params.logit_bias) or position < params.min_tokens
 
 
 def adjust_row(logits_V: Tensor, params: SamplingParams, position: int, history: History) -> None:

@@ -11,6 +11,7 @@ from router.openai.ask import ChatPrompt, TextPrompt, TokenPrompt
 from router.openai.chat import parse_chat
 from router.openai.completions import parse_completion
 from router.openai.schemas import parse_json_object
+from workers.protocol import TokenBias
 
 USER = {"role": "user", "content": "hi"}
 
@@ -28,7 +29,7 @@ def refused(call, **fields: object) -> ApiError:
 def test_what_is_not_named_is_left_to_the_model_s_defaults() -> None:
     model, ask = chat()
     assert model == "m"
-    assert (ask.temperature, ask.top_p, ask.max_tokens, ask.seed, ask.stops, ask.stream) == (
+    assert (ask.sampling.temperature, ask.sampling.top_p, ask.max_tokens, ask.sampling.seed, ask.stops, ask.stream) == (
         None,
         None,
         None,
@@ -38,11 +39,49 @@ def test_what_is_not_named_is_left_to_the_model_s_defaults() -> None:
     )
 
 
+class Words:
+    eos_ids = (2,)
+    vocab_size = 50
+
+
+WORDS = Words()
+CONFIG = RouterConfig(model_id="m", model_path="")
+
+
+def test_every_sampling_setting_reaches_the_workers() -> None:
+    _, ask = chat(
+        presence_penalty=0.5, frequency_penalty=-0.25, repetition_penalty=1.5, logit_bias={"7": -100, "49": 1.5},
+        min_tokens=3, stop_token_ids=[9, 2], logprobs=True, top_logprobs=4, max_tokens=8, seed=5,
+    )  # fmt: skip
+    params = plan_sampling(ask, 5, 100, WORDS, CONFIG)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.25, 1.5)
+    assert params.logit_bias == (TokenBias(7, -100.0), TokenBias(49, 1.5))
+    assert (params.min_tokens, params.stop_token_ids, params.logprobs) == (3, (2, 9), 4)
+    _, text = parse_completion({"model": "m", "prompt": "a", "logprobs": 0, "ignore_eos": True}, 4, 64)
+    params = plan_sampling(text, 5, 100, WORDS, CONFIG)
+    assert (params.logprobs, params.stop_token_ids) == (0, ())
+    assert plan_sampling(chat()[1], 5, 100, WORDS, CONFIG).logprobs == -1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"50": 1}}, "logit_bias"),
+        ({"stop_token_ids": [50]}, "stop_token_ids"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ],
+)
+def test_what_the_model_does_not_know_is_refused(fields: dict[str, object], param: str) -> None:
+    _, ask = chat(**fields)
+    error = refused(lambda: plan_sampling(ask, 5, 100, WORDS, CONFIG))
+    assert (error.status, error.param) == (400, param)
+
+
 def test_the_model_s_defaults_hold_where_a_request_names_none() -> None:
     config = RouterConfig(model_id="m", model_path="", default_temperature=0.2, default_top_p=0.9)
     _, silent = chat()
     _, outspoken = chat(temperature=0, top_p=1)
-    params = [plan_sampling(ask, 5, 100, (2,), config) for ask in (silent, outspoken)]
+    params = [plan_sampling(ask, 5, 100, WORDS, config) for ask in (silent, outspoken)]
     assert [(p.temperature, p.top_p) for p in params] == [(0.2, 0.9), (0.0, 1.0)]
 
 
@@ -81,14 +120,21 @@ def test_the_model_s_defaults_hold_where_a_request_names_none() -> None:
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": "yes"}, "stream"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [1] * 40}, "stop_token_ids"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": [5]}, "logit_bias"),
         ({"flux": 1}, "flux"),
         ({"priority": 101}, "priority"),
         ({"priority": 1.0}, "priority"),
@@ -170,7 +216,7 @@ def test_refused_prompts_of_completions(prompt: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"echo": True}, {"best_of": 2}, {"logprobs": 1}, {"logprobs": 0}, {"suffix": "x"}, {"max_tokens": 0}]
+    "fields", [{"echo": True}, {"best_of": 2}, {"logprobs": 6}, {"logprobs": -1}, {"suffix": "x"}, {"max_tokens": 0}]
 )
 def test_refused_fields_of_completions(fields: dict[str, object]) -> None:
     error = refused(lambda: parse_completion({"model": "m", "prompt": "a"} | fields, 4, 64))

@@ -7,7 +7,7 @@ import torch
 
 from workers.errors import StepFailed
 from workers.protocol import SamplingParams, TokenBias
-from workers.sampling.adjust import NO_HISTORY, History, adjust_row, is_adjusted, needs_history
+from workers.sampling.adjust import NO_HISTORY, History, adjust_row, is_adjusted
 from workers.sampling.logprobs import describe_token
 from workers.sampling.sampler import Draw, sample
 
@@ -47,7 +47,7 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
 def test_who_asks_for_nothing_is_left_alone() -> None:
     params = SamplingParams(temperature=0.7, top_k=3, stop_token_ids=(1,))
     assert not is_adjusted(params, 0)
-    assert not needs_history(params)
+    assert not params.looks_back
     assert adjusted(params) == LOGITS.tolist()
 
 
@@ -79,11 +79,17 @@ def test_logprobs_are_those_of_softmax_over_the_models_logits() -> None:
     exact = torch.log_softmax(LOGITS.double(), dim=-1)
     told = describe_token(LOGITS, 2, 3)
     assert told.chosen == pytest.approx(float(exact[2]), abs=1e-6)
-    assert [token for token, _ in told.top] == [3, 0, 5]
-    assert [value for _, value in told.top] == pytest.approx([float(exact[t]) for t in (3, 0, 5)], abs=1e-6)
+    assert [entry.token for entry in told.top] == [3, 0, 5]
+    assert [entry.logprob for entry in told.top] == pytest.approx([float(exact[t]) for t in (3, 0, 5)], abs=1e-6)
     assert describe_token(LOGITS, 2, 0).top == ()
     assert len(describe_token(LOGITS, 2, 20).top) == 6
 
 
 def test_the_empty_history_is_enough_for_settings_that_do_not_look_back() -> None:
     assert adjusted(SamplingParams(logit_bias=(TokenBias(1, 1.5),)), history=NO_HISTORY)[1] == 0.5
+
+
+def test_what_is_all_but_impossible_is_told_as_openai_tells_it() -> None:
+    told = describe_token(torch.tensor([0.0, -torch.inf]), 1, 2)
+    assert told.chosen == told.top[1].logprob == -9999.0
+    assert told.top[0].logprob == 0.0
