@@ -3,6 +3,10 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("baton", deadline=None)  # machines are shared: an example may take long by chance
+settings.load_profile("baton")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
