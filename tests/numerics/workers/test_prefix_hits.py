@@ -28,6 +28,13 @@ from workers.runner.model_runner import ModelRunner
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(900)]
 
 S, NEW_TOKENS = 32, 40
+FAMILIES = {
+    "llama": {"hidden_size": 192, "head_dim": 32},
+    "qwen3": {"hidden_size": 192, "head_dim": 32},
+    "mistral": {"sliding_window": 40},
+    "gemma3_text": {"sliding_window": 40},
+}
+"""With and without windows."""
 
 
 @dataclass
@@ -161,12 +168,16 @@ def tiny_texts(vocab: int) -> tuple[list[int], list[int]]:
     return texts[0][:133], texts[1][:101]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_tiny_models(tmp_path: Path, family: str) -> None:
-    save_tiny(family, tmp_path, hidden_size=192, head_dim=32)
-    prompt, other = tiny_texts(211)
-    check(load(tmp_path), "fp32", prompt, other, is_exact=False)
-    check(load_native(tmp_path, "q4", 1), "bf16", prompt, other, is_exact=True)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_tiny_models_in_plain_torch(tmp_path: Path, family: str) -> None:
+    save_tiny(family, tmp_path, **FAMILIES[family])
+    check(load(tmp_path), "fp32", *tiny_texts(211), is_exact=False)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_tiny_models_over_native_kernels(tmp_path: Path, family: str) -> None:
+    save_tiny(family, tmp_path, **FAMILIES[family])
+    check(load_native(tmp_path, "q4", 1), "bf16", *tiny_texts(211), is_exact=True)
 
 
 def test_smollm2_fp32_against_transformers(smollm2: Path) -> None:
