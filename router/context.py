@@ -20,8 +20,9 @@ class Trail:
     request: str
     arrived: float
     tokenized: float = 0.0
-    stream: LiveStream | None = None
-    answer: Answer | None = None
+    streams: list[LiveStream] = field(default_factory=list)
+    """One per choice that has begun."""
+    answers: list[Answer] = field(default_factory=list)
     verdict: str = "ok"
     rendered: str = field(default="", repr=False)
     prompt: list[int] = field(default_factory=list, repr=False)
@@ -98,7 +99,7 @@ def _plan_length(ask: Ask, num_prompt: int, limit: int) -> int:
 
 def describe_end(trail: Trail, path: str, status: int, now: float) -> str:
     """The one log line of a request: outcome, counts and stage times in milliseconds; no text of the client's."""
-    stream = trail.stream
+    stream = trail.streams[0] if trail.streams else None
     marks = stream.marks if stream is not None else Marks(trail.arrived)
     granted = marks.prefill_accepted or marks.decode_accepted
     facts = {
@@ -107,9 +108,9 @@ def describe_end(trail: Trail, path: str, status: int, now: float) -> str:
         "status": status,
         "outcome": trail.verdict,
         "stream": stream.id.hex()[:8] if stream else "-",
-        "retries": stream.num_retries if stream else 0,
+        "retries": sum(one.num_retries for one in trail.streams),
         "prompt_tokens": stream.num_prompt if stream else 0,
-        "output_tokens": trail.answer.num_tokens if trail.answer else 0,
+        "output_tokens": sum(answer.num_tokens for answer in trail.answers),
         "tokenize_ms": elapsed_ms(trail.arrived, trail.tokenized),
         "queue_ms": elapsed_ms(marks.queued, marks.dispatched),
         "grant_ms": elapsed_ms(marks.dispatched, granted),

@@ -28,7 +28,7 @@ from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.exchange import ClientGone, Exchange
 from router.openai import sse
-from router.openai.ask import Ask, ChatPrompt, Piece, Prompt, ReplyShape, TextPrompt, TokenPrompt, Usage
+from router.openai.ask import Ask, ChatPrompt, Piece, Prompt, ReplyShape, TextPrompt, TokenPrompt, Usage, join_pieces
 from router.openai.chat import ChatShape, parse_chat
 from router.openai.completions import CompletionShape, parse_completion
 from router.openai.models import check_model
@@ -39,12 +39,13 @@ from router.text.stop import StopMatcher
 from router.text.templates import TemplateRefused
 from router.text.tokenizer import Tokenizer
 from router.worker_view import pool_tokens
-from workers.protocol import AbortReason
+from workers.protocol import AbortReason, FinishReason
 
 logger = logging.getLogger(__name__)
 
 
 Reply = Callable[[Exchange, Ask, LiveStream, Trail], Awaitable[None]]
+Tell = Callable[[int, Piece], Awaitable[None]]
 
 
 class Pipeline:
@@ -118,38 +119,76 @@ class Pipeline:
             raise admission
         standing = Standing(ask.priority, ask.tenant)
         stream = LiveStream(prompt, sampling, deadlines, Marks(trail.arrived), next(self._sequence), explain, standing)
-        trail.stream = stream
-        self._dispatcher.submit(stream)
+        self._submit(stream, trail)
         return stream
 
     def listen(self, ask: Ask, stream: LiveStream, trail: Trail) -> Answer:
         """The text of the stream, as it comes."""
-        trail.answer = Answer(stream, self._tokenizer, StopMatcher(ask.stops))
-        return trail.answer
+        answer = Answer(stream, self._tokenizer, StopMatcher(ask.stops))
+        trail.answers.append(answer)
+        return answer
 
     async def _reply(self, exchange: Exchange, ask: Ask, stream: LiveStream, trail: Trail) -> None:
-        answer = self.listen(ask, stream, trail)
         shape = self._make_shape(ask, trail.request)
         if ask.stream:
-            await self._reply_events(exchange, ask, answer, shape, stream)
+            await self._reply_events(exchange, ask, stream, shape, trail)
             return
-        pieces = [piece async for piece in answer.pieces()]
-        whole = Piece("".join(piece.text for piece in pieces), tuple(e for piece in pieces for e in piece.entries))
-        assert answer.reason is not None
-        await exchange.send_json(200, shape.whole(whole, answer.reason, self._usage(stream, answer)))
+        choices: dict[int, list[Piece]] = {index: [] for index in range(ask.num_choices)}
+
+        async def keep(index: int, piece: Piece) -> None:
+            choices[index].append(piece)
+
+        reasons = await self._tell_choices(ask, stream, trail, keep)
+        wholes = [(join_pieces(choices[index]), reason) for index, reason in enumerate(reasons)]
+        await exchange.send_json(200, shape.whole(wholes, self._usage(trail)))
 
     async def _reply_events(
-        self, exchange: Exchange, ask: Ask, answer: Answer, shape: ReplyShape, stream: LiveStream
+        self, exchange: Exchange, ask: Ask, stream: LiveStream, shape: ReplyShape, trail: Trail
     ) -> None:
+        turn = asyncio.Lock()
+
+        async def send(index: int, piece: Piece) -> None:
+            async with turn:
+                await exchange.send_events(sse.encode_event(shape.chunk(index, piece)))
+
+        reasons = await self._tell_choices(ask, stream, trail, send)
+        events = b"".join(sse.encode_event(shape.finish(index, reason)) for index, reason in enumerate(reasons))
+        if ask.include_usage:
+            events += sse.encode_event(shape.usage(self._usage(trail)))
+        await exchange.send_events(events + sse.DONE, is_last=True)
+
+    async def _tell_choices(self, ask: Ask, first: LiveStream, trail: Trail, tell: Tell) -> list[FinishReason]:
+        """Why each choice ended, after each of its pieces was told. Raises the first error of any of them.
+
+        The others start when the first has a token: by then the prompt is in the prefix cache, and they share it.
+        """
+        if ask.num_choices == 1:
+            return [await self._tell_choice(0, ask, first, trail, tell)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                told = [group.create_task(self._tell_choice(0, ask, first, trail, tell))]
+                await first.wait_beyond(0)
+                is_lost = isinstance(first.outcome, ApiError)
+                for index in range(1, 1 if is_lost else ask.num_choices):
+                    other = first.another_choice(index, next(self._sequence), self._clock())
+                    self._submit(other, trail)
+                    told.append(group.create_task(self._tell_choice(index, ask, other, trail, tell)))
+        except* (ApiError, ClientGone) as errors:
+            raise find_first(errors) from None
+        return [task.result() for task in told]
+
+    async def _tell_choice(self, index: int, ask: Ask, stream: LiveStream, trail: Trail, tell: Tell) -> FinishReason:
+        answer = self.listen(ask, stream, trail)
         async for piece in answer.pieces():
             self._stop_workers(answer, stream)
-            await exchange.send_events(sse.encode_event(shape.chunk(piece)))
+            await tell(index, piece)
         self._stop_workers(answer, stream)
         assert answer.reason is not None
-        events = sse.encode_event(shape.finish(answer.reason))
-        if ask.include_usage:
-            events += sse.encode_event(shape.usage(self._usage(stream, answer)))
-        await exchange.send_events(events + sse.DONE, is_last=True)
+        return answer.reason
+
+    def _submit(self, stream: LiveStream, trail: Trail) -> None:
+        trail.streams.append(stream)
+        self._dispatcher.submit(stream)
 
     def _stop_workers(self, answer: Answer, stream: LiveStream) -> None:
         """After a stop string the work ends at once, however slow the client is."""
@@ -171,8 +210,8 @@ class Pipeline:
             if exchange.is_ended:
                 return
             is_gone = True
-            if trail.stream is not None:
-                self._dispatcher.leave(trail.stream, "disconnect")
+            for stream in trail.streams:
+                self._dispatcher.leave(stream, "disconnect")
             task.cancel()
 
         watcher = asyncio.create_task(watch(), name=f"watch-{trail.request}")
@@ -226,8 +265,10 @@ class Pipeline:
         }
         return make(head, ask.include_usage, ask.sampling.logprobs != NO_LOGPROBS)
 
-    def _usage(self, stream: LiveStream, answer: Answer) -> Usage:
-        return Usage(stream.num_prompt, answer.num_tokens, min(stream.num_cached, stream.num_prompt))
+    def _usage(self, trail: Trail) -> Usage:
+        first = trail.streams[0]
+        told = sum(answer.num_tokens for answer in trail.answers)
+        return Usage(first.num_prompt, told, min(first.num_cached, first.num_prompt))
 
     async def _send_error(self, exchange: Exchange, error: ApiError) -> None:
         try:
@@ -237,5 +278,11 @@ class Pipeline:
 
     def _leave(self, trail: Trail) -> None:
         reasons: dict[str, AbortReason] = {"ok": "stop", "slow_client": "slow_client"}
-        if trail.stream is not None:
-            self._dispatcher.leave(trail.stream, reasons.get(trail.verdict, "disconnect"))
+        for stream in trail.streams:
+            self._dispatcher.leave(stream, reasons.get(trail.verdict, "disconnect"))
+
+
+def find_first(errors: BaseExceptionGroup[ApiError | ClientGone]) -> ApiError | ClientGone:
+    """A client that is gone counts before what went wrong with its answer."""
+    flat = [error for error in errors.exceptions if isinstance(error, ApiError | ClientGone)]
+    return next((error for error in flat if isinstance(error, ClientGone)), flat[0])

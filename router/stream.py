@@ -9,6 +9,7 @@ them.
 """
 
 import asyncio
+import dataclasses
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
@@ -166,6 +167,18 @@ class LiveStream:
     @property
     def key(self) -> StreamKey:
         return StreamKey(self.id, self.attempt)
+
+    def another_choice(self, choice: int, sequence: int, now: float) -> "LiveStream":
+        """A stream of the same request that draws apart; its first token has as long as this one's had."""
+        patience_s = self.deadlines.first_token_at - self.marks.arrived
+        return LiveStream(
+            unpack_tokens(self.packed_prompt),
+            dataclasses.replace(self.sampling, choice=choice),
+            dataclasses.replace(self.deadlines, first_token_at=now + patience_s),
+            Marks(now),
+            sequence,
+            standing=self.standing,
+        )
 
     def waited_s(self, now: float) -> float:
         """Since it was queued, its priority counted as waiting."""

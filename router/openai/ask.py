@@ -1,5 +1,6 @@
 """What a checked request asks for, whichever endpoint it came through, and the shape its answer takes. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -46,6 +47,8 @@ class Ask:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    num_choices: int = 1
+    """Answers to the one prompt, each drawn apart."""
     priority: int = 0
     """Higher goes first."""
     tenant: bytes = b""
@@ -75,15 +78,19 @@ class Piece:
     entries: tuple[TokenEntry, ...] = ()
 
 
+def join_pieces(pieces: Sequence[Piece]) -> Piece:
+    return Piece("".join(piece.text for piece in pieces), tuple(entry for piece in pieces for entry in piece.entries))
+
+
 class ReplyShape(Protocol):
     """Turns text and outcomes into the documents of one endpoint. One object per request; keeps what was said
     already.
     """
 
-    def whole(self, piece: Piece, reason: FinishReason, usage: Usage) -> dict[str, object]: ...
+    def whole(self, choices: Sequence[tuple[Piece, FinishReason]], usage: Usage) -> dict[str, object]: ...
 
-    def chunk(self, piece: Piece) -> dict[str, object]: ...
+    def chunk(self, index: int, piece: Piece) -> dict[str, object]: ...
 
-    def finish(self, reason: FinishReason) -> dict[str, object]: ...
+    def finish(self, index: int, reason: FinishReason) -> dict[str, object]: ...
 
     def usage(self, usage: Usage) -> dict[str, object]: ...

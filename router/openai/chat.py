@@ -1,5 +1,7 @@
 """/v1/chat/completions: a body to an `Ask`, and the documents of the answer. Pure."""
 
+from collections.abc import Sequence
+
 from pydantic import JsonValue
 
 from router.errors import ApiError
@@ -27,6 +29,7 @@ def parse_chat(document: dict[str, JsonValue], max_stops: int, max_stop_chars: i
         stops=parse_stops(body.stop, max_stops, max_stop_chars),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        num_choices=body.n or 1,
         priority=-(body.priority or 0),
         tenant=tenant_of(body),
     )
@@ -71,24 +74,31 @@ def _plain_content(content: JsonValue, where: str) -> str:
 
 
 class ChatShape:
-    """Documents of one chat answer; the role rides in the first chunk."""
+    """Documents of one chat request; the role rides in the first chunk of each choice."""
 
     def __init__(self, head: dict[str, object], include_usage: bool, has_logprobs: bool) -> None:
         self._head = head | {"object": "chat.completion.chunk"}
         self._tail: dict[str, object] = {"usage": None} if include_usage else {}
         self._has_logprobs = has_logprobs
-        self._is_first = True
+        self._begun: set[int] = set()
 
-    def whole(self, piece: Piece, reason: FinishReason, usage: Usage) -> dict[str, object]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": self._logprobs(piece), "finish_reason": reason}
-        return self._head | {"object": "chat.completion", "choices": [choice], "usage": usage.body()}
+    def whole(self, choices: Sequence[tuple[Piece, FinishReason]], usage: Usage) -> dict[str, object]:
+        listed = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                "logprobs": self._logprobs(piece),
+                "finish_reason": reason,
+            }
+            for index, (piece, reason) in enumerate(choices)
+        ]
+        return self._head | {"object": "chat.completion", "choices": listed, "usage": usage.body()}
 
-    def chunk(self, piece: Piece) -> dict[str, object]:
-        return self._choice(self._with_role({"content": piece.text}), self._logprobs(piece), None)
+    def chunk(self, index: int, piece: Piece) -> dict[str, object]:
+        return self._choice(index, {"content": piece.text}, self._logprobs(piece), None)
 
-    def finish(self, reason: FinishReason) -> dict[str, object]:
-        return self._choice(self._with_role({}), None, reason)
+    def finish(self, index: int, reason: FinishReason) -> dict[str, object]:
+        return self._choice(index, {}, None, reason)
 
     def usage(self, usage: Usage) -> dict[str, object]:
         return self._head | {"choices": [], "usage": usage.body()}
@@ -96,14 +106,11 @@ class ChatShape:
     def _logprobs(self, piece: Piece) -> dict[str, object] | None:
         return describe_chat(piece.entries) if self._has_logprobs else None
 
-    def _with_role(self, delta: dict[str, object]) -> dict[str, object]:
-        if not self._is_first:
-            return delta
-        self._is_first = False
-        return {"role": "assistant", "content": ""} | delta
-
     def _choice(
-        self, delta: dict[str, object], logprobs: dict[str, object] | None, reason: FinishReason | None
+        self, index: int, delta: dict[str, object], logprobs: dict[str, object] | None, reason: FinishReason | None
     ) -> dict[str, object]:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if index not in self._begun:
+            self._begun.add(index)
+            delta = {"role": "assistant", "content": ""} | delta
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._head | {"choices": [choice]} | self._tail

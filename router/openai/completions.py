@@ -1,5 +1,6 @@
 """/v1/completions: a body to an `Ask`, and the documents of the answer. Pure."""
 
+from collections.abc import Sequence
 from typing import cast
 
 from pydantic import JsonValue
@@ -28,6 +29,7 @@ def parse_completion(document: dict[str, JsonValue], max_stops: int, max_stop_ch
         stops=parse_stops(body.stop, max_stops, max_stop_chars),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        num_choices=body.n or 1,
         priority=-(body.priority or 0),
         tenant=tenant_of(body),
     )
@@ -51,29 +53,31 @@ def _parse_prompt(value: JsonValue) -> Prompt:
 
 
 class CompletionShape:
-    """Documents of one text answer."""
+    """Documents of one text request."""
 
     def __init__(self, head: dict[str, object], include_usage: bool, has_logprobs: bool) -> None:
         self._head = head | {"object": "text_completion"}
         self._tail: dict[str, object] = {"usage": None} if include_usage else {}
-        self._has_logprobs, self._offset = has_logprobs, 0
+        self._has_logprobs = has_logprobs
+        self._offsets: dict[int, int] = {}
 
-    def whole(self, piece: Piece, reason: FinishReason, usage: Usage) -> dict[str, object]:
-        return self._choice(piece, reason) | {"usage": usage.body()}
+    def whole(self, choices: Sequence[tuple[Piece, FinishReason]], usage: Usage) -> dict[str, object]:
+        listed = [self._choice(index, piece, reason) for index, (piece, reason) in enumerate(choices)]
+        return self._head | {"choices": listed, "usage": usage.body()}
 
-    def chunk(self, piece: Piece) -> dict[str, object]:
-        return self._choice(piece, None) | self._tail
+    def chunk(self, index: int, piece: Piece) -> dict[str, object]:
+        return self._head | {"choices": [self._choice(index, piece, None)]} | self._tail
 
-    def finish(self, reason: FinishReason) -> dict[str, object]:
-        return self._choice(Piece(""), reason) | self._tail
+    def finish(self, index: int, reason: FinishReason) -> dict[str, object]:
+        return self._head | {"choices": [self._choice(index, Piece(""), reason)]} | self._tail
 
     def usage(self, usage: Usage) -> dict[str, object]:
         return self._head | {"choices": [], "usage": usage.body()}
 
-    def _choice(self, piece: Piece, reason: FinishReason | None) -> dict[str, object]:
+    def _choice(self, index: int, piece: Piece, reason: FinishReason | None) -> dict[str, object]:
         logprobs = None
         if self._has_logprobs and (piece.entries or reason is None):
-            logprobs = describe_completion(piece.entries, self._offset)
-            self._offset += sum(len(entry.chosen.text) for entry in piece.entries)
-        choice = {"text": piece.text, "index": 0, "logprobs": logprobs, "finish_reason": reason}
-        return self._head | {"choices": [choice]}
+            offset = self._offsets.get(index, 0)
+            logprobs = describe_completion(piece.entries, offset)
+            self._offsets[index] = offset + sum(len(entry.chosen.text) for entry in piece.entries)
+        return {"text": piece.text, "index": index, "logprobs": logprobs, "finish_reason": reason}

@@ -104,7 +104,6 @@ class CompletionBody(SamplingBody):
 
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
-    "n": (1,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),

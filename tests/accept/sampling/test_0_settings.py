@@ -1,5 +1,6 @@
 """Sampling settings and log probabilities through the disaggregated path as a client sees them, and transformers."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,37 @@ def test_a_penalty_moves_away_from_what_was_said(house: House, prompt: Any) -> N
     ]
     assert moved[0] == plain[0]
     assert len(set(moved)) > len(set(plain))
+
+
+def test_choices_share_the_prompt_and_draw_apart(house: House, smollm2: Path) -> None:
+    """n answers: the same whatever else runs, the first as if it were alone, and the prompt is computed once."""
+    (prompt,) = make_prompts(smollm2, (333,))
+    ask: dict[str, Any] = {"model": "test-model", "prompt": list(prompt), "max_tokens": NUM_TOKENS, "temperature": 1,
+                           "seed": 7}  # fmt: skip
+    before = house.worker("prefill")["computed_prompt_tokens"]["routine"]
+    with httpx.Client(base_url=house.door.url, timeout=120, trust_env=False) as client:
+        four = client.post("/v1/completions", json={**ask, "n": 4}).json()
+        again = client.post("/v1/completions", json={**ask, "n": 4}).json()
+        alone = client.post("/v1/completions", json=ask).json()
+        events = client.post(
+            "/v1/completions", json={**ask, "n": 4, "stream": True, "stream_options": {"include_usage": True}}
+        ).text
+    texts = [choice["text"] for choice in four["choices"]]
+    assert [choice["index"] for choice in four["choices"]] == [0, 1, 2, 3]
+    assert len(set(texts)) == 4
+    assert texts == [choice["text"] for choice in again["choices"]]
+    assert texts[0] == alone["choices"][0]["text"]
+    usage = four["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (333, 4 * NUM_TOKENS)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in events.split("\n\n") if line and "[DONE]" not in line]
+    streamed = ["", "", "", ""]
+    ends = []
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        streamed[choice["index"]] += choice["text"]
+        ends += [choice["index"]] * (choice["finish_reason"] is not None)
+    assert streamed == texts
+    assert sorted(ends) == [0, 1, 2, 3]
+    assert chunks[-1]["usage"]["completion_tokens"] == 4 * NUM_TOKENS
+    house.door.wait_idle()
+    computed = house.worker("prefill")["computed_prompt_tokens"]["routine"] - before
+    assert computed < 333 + 16 * 32, f"13 streams of one prompt computed {computed} of its tokens"

@@ -231,7 +231,7 @@ def test_the_openai_client_streams_and_meets_errors_of_its_own_kinds(tmp_path: P
                     await client.chat.completions.create(model="other", messages=messages)  # type: ignore[arg-type]
                 assert missing.value.code == "model_not_found"
                 with pytest.raises(openai.BadRequestError) as bad:
-                    await client.chat.completions.create(model=MODEL_ID, messages=messages, n=3)  # type: ignore[arg-type]
+                    await client.chat.completions.create(model=MODEL_ID, messages=messages, n=300)  # type: ignore[arg-type]
                 assert bad.value.param == "n"
 
     asyncio.run(story())

@@ -102,7 +102,7 @@ def test_the_model_s_defaults_hold_where_a_request_names_none() -> None:
         ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 1000}, "n"),
-        ({"n": 2}, "n"),
+        ({"n": 1.0}, "n"),
         ({"seed": 1 << 63}, "seed"),
         ({"stop": ["a"] * 300}, "stop"),
         ({"stop": ["a"] * 5}, "stop"),
