@@ -99,14 +99,17 @@ def _pass_table(measured: dict[str, Any]) -> str:
     ours = measured["samples"][DEFAULT]
     table = [("engine", *COMMON, "start to first token, s", "memory, MiB")]
     for name, figures in measured["samples"].items():
-        cells = [
-            median_of(figures.get(figure, []))
-            + ("" if name == DEFAULT else f" ({show_ratio(ratio_of(ours[figure], figures.get(figure, [])))})")
-            for figure in COMMON
-        ]
+        cells = [_cell(figures.get(figure), None if name == DEFAULT else ours[figure]) for figure in COMMON]
         loaded = measured["loaded"][name]
         table.append((name, *cells, f"{loaded['start_s']:.1f}", f"{loaded['peak_memory_bytes'] / (1 << 20):,.0f}"))
     return markdown(table)
+
+
+def _cell(theirs: list[float | None] | None, ours: list[float | None] | None) -> str:
+    """Their median, and in brackets ours divided by it."""
+    if theirs is None:
+        return ""
+    return median_of(theirs) + ("" if ours is None else f" ({show_ratio(ratio_of(ours, theirs))})")
 
 
 def _frontier_section(results: Results) -> str:
@@ -116,7 +119,7 @@ def _frontier_section(results: Results) -> str:
     measured = results["parts"]["peers"]["passes"][0]
     for name, figures in measured["samples"].items():
         mode = name.removeprefix("baton ")
-        if mode != name:
+        if mode != name and "," not in mode:
             kl = quality.get(f"{mode}, KV {'fp32' if mode == 'fp32' else 'bf16'}", {}).get("KL to fp32")
             table.append(
                 (mode, f"{kl:.2g}" if kl is not None else "?", *(median_of(figures.get(f, [])) for f in COMMON))

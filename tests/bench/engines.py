@@ -32,6 +32,7 @@ class Engine:
     """None: our own environment."""
     settings: dict[str, Any] = field(default_factory=dict)
     load_limit_s: float = 120.0
+    figures: tuple[str, ...] = ("single", "batch16", "prefill")
     is_frontier: bool = False
     """Shows speed against quality: measured with the first thread count only."""
 
@@ -64,6 +65,14 @@ DEFAULT = "baton q4"
 _OWN = {"num_blocks": 2200, "chunk": 2048}
 ENGINES = (
     Engine(name=DEFAULT, runner="run_baton.py", form="converted", settings={"mode": "q4", "kv_dtype": "bf16", **_OWN}),
+    Engine(
+        name="baton q4, chunks of 128",
+        runner="run_baton.py",
+        form="converted",
+        settings={"mode": "q4", "kv_dtype": "bf16", **_OWN, "chunk": 128},
+        figures=("prefill",),
+        is_frontier=True,
+    ),
     Engine(
         name="baton int8",
         runner="run_baton.py",

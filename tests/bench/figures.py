@@ -36,7 +36,8 @@ def make_prompts(folder: Path) -> Prompts:
 
 
 def figures_of(engine: Engine, is_default: bool) -> tuple[Figure, ...]:
-    return ("single", "batch16", "prefill", *(("contexts1000", "contexts4000") if is_default else ()))
+    known = [figure for figure in WHAT if figure in engine.figures]
+    return (*known, *(("contexts1000", "contexts4000") if is_default else ()))
 
 
 def measure(process: EngineProcess, figure: Figure, prompts: Prompts) -> float:
