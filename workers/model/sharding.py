@@ -11,6 +11,7 @@ only the embedding) follows the table above.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kv_transfer.reshard import owned_heads
 from workers.errors import ModelRefused
 
 GROUP = 32
@@ -25,14 +26,6 @@ _STYLES = {
     "k_norm": _WHOLE, "gate_proj": _BY_ROWS, "up_proj": _BY_ROWS, "gate_up_proj": _BY_ROWS, "down_proj": _BY_COLUMNS,
     "experts": {"moe_tp_experts"}, "embed_tokens": {"embedding_rowwise"}, "lm_head": _BY_ROWS,
 }  # fmt: skip
-
-
-def own(rank: int, num_ranks: int, count: int) -> range:
-    """The items of `count` that a rank holds: equal parts within one; with more ranks than items neighbours hold the
-    same one. KV caches are resharded by this rule, too.
-    """
-    start = rank * count // num_ranks
-    return range(start, max(start + 1, (rank + 1) * count // num_ranks))
 
 
 def cut(rank: int, num_ranks: int, count: int) -> range:
@@ -51,10 +44,10 @@ class Heads:
 def plan_heads(num_heads: int, num_kv_heads: int, rank: int, num_ranks: int) -> Heads:
     """Whole KV heads with all their query heads; where ranks share a KV head they cut its query heads among them."""
     per_kv_head = num_heads // num_kv_heads
-    kv = own(rank, num_ranks, num_kv_heads)
+    kv = owned_heads(rank, num_ranks, num_kv_heads)
     if num_ranks <= num_kv_heads:
         return Heads(range(kv.start * per_kv_head, kv.stop * per_kv_head), kv)
-    holders = [other for other in range(num_ranks) if own(other, num_ranks, num_kv_heads) == kv]
+    holders = [other for other in range(num_ranks) if owned_heads(other, num_ranks, num_kv_heads) == kv]
     part = cut(rank - holders[0], len(holders), per_kv_head)
     first = kv.start * per_kv_head
     return Heads(range(first + part.start, first + part.stop), kv)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from workers.errors import ModelRefused
 from workers.model import sharding
-from workers.model.sharding import Shard, check_shard, check_tp_plan, cut, own, plan_heads
+from workers.model.sharding import Shard, check_shard, check_tp_plan, cut, plan_heads
 from workers.ops.weights import GROUP
 
 
@@ -19,17 +19,6 @@ def test_every_item_has_exactly_one_rank(count: int, num_ranks: int) -> None:
     parts = [cut(rank, num_ranks, count) for rank in range(num_ranks)]
     assert list(itertools.chain.from_iterable(parts)) == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-@given(count=st.integers(1, 40), num_ranks=st.integers(1, 40))
-def test_every_rank_owns_something_and_every_item_is_owned(count: int, num_ranks: int) -> None:
-    parts = [own(rank, num_ranks, count) for rank in range(num_ranks)]
-    assert all(parts)
-    assert set(itertools.chain.from_iterable(parts)) == set(range(count))
-    if num_ranks <= count:
-        assert parts == [cut(rank, num_ranks, count) for rank in range(num_ranks)]
-    else:
-        assert all(len(part) == 1 for part in parts)
 
 
 def test_all_heads_of_all_group_sizes() -> None:
