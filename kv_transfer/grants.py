@@ -98,8 +98,8 @@ class GrantedTransfer:
     key: TransferKey
     source: int
     """Incarnation of the only peer that may begin it."""
-    blocks: tuple[int, ...]
-    """Block table from token 0; those of the skipped tokens are never written."""
+    tables: tuple[tuple[int, ...], ...]
+    """Block tables from token 0, one per group; blocks of the skipped tokens are never written."""
     num_tokens: int
     skip_tokens: int
     num_layers: int

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 from kv_transfer.codec import Between, Codec, Size
 from kv_transfer.errors import FrameInvalid
-from kv_transfer.layout import MAX_UNIT_BYTES, KVLayout
+from kv_transfer.layout import MAX_UNIT_BYTES, NULL_BLOCK, KVLayout
 
 SESSION_PLANE = "session"
 LANE_PLANE = "lane"
@@ -88,7 +88,7 @@ class LaneHello:
     target_rank: Rank
 
 
-IDENTITY_CODEC = Codec(KVIdentity, SessionHello, LaneHello, max_frame_bytes=8 << 10, max_array=64)
+IDENTITY_CODEC = Codec(KVIdentity, SessionHello, LaneHello, max_frame_bytes=16 << 10, max_array=1024)
 
 
 # --- session --------------------------------------------------------------------------------------------------------
@@ -109,7 +109,8 @@ class Grant:
     stream: StreamId
     attempt: Attempt
     generation: Generation
-    blocks: Annotated[bytes, Size(0, 512 << 10)]
+    tables: Annotated[bytes, Size(0, 512 << 10)]
+    """See `pack_tables`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +205,30 @@ def unpack_u32(packed: bytes) -> tuple[int, ...]:
     if len(packed) % 4:
         raise FrameInvalid(f"a packed list needs a multiple of 4 bytes, got {len(packed)}")
     return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+def pack_tables(tables: Sequence[Sequence[int]], num_pages: int) -> bytes:
+    """The first `num_pages` pages of each table as u32: how many of them have no block, then the blocks of the rest."""
+    packed: list[int] = []
+    for table in tables:
+        blocks = [block for block in table[:num_pages] if block != NULL_BLOCK]
+        packed += (num_pages - len(blocks), *blocks)
+    return pack_u32(packed)
+
+
+def unpack_tables(packed: bytes, num_tables: int, num_pages: int) -> tuple[tuple[int, ...], ...]:
+    """The inverse of `pack_tables`; raises `FrameInvalid` unless there are so many tables of so many pages, and no
+    block twice."""
+    numbers, tables = unpack_u32(packed), list[tuple[int, ...]]()
+    place = 0
+    for _ in range(num_tables):
+        num_null = numbers[place] if place < len(numbers) else num_pages + 1
+        end = place + 1 + num_pages - num_null
+        if num_null > num_pages or end > len(numbers):
+            raise FrameInvalid(f"a grant of {len(numbers)} numbers has no {num_tables} tables of {num_pages} pages")
+        tables.append((NULL_BLOCK,) * num_null + numbers[place + 1 : end])
+        place = end
+    blocks = [block for table in tables for block in table if block != NULL_BLOCK]
+    if place != len(numbers) or len(set(blocks)) != len(blocks):
+        raise FrameInvalid(f"a grant of {num_tables} tables of {num_pages} pages is too long or names a block twice")
+    return tuple(tables)

@@ -50,10 +50,10 @@ from kv_transfer.messages import (
     SessionMessage,
     TransferKey,
     Unit,
-    pack_u32,
+    pack_tables,
 )
 from kv_transfer.sender import now_us
-from kv_transfer.staging import StagingBuffers, as_unit, digest_of, scatter_unit, touched_blocks, view_cache
+from kv_transfer.staging import StagingBuffers, Tables, as_unit, digest_of, scatter_unit, view_cache
 from kv_transfer.transports.base import DataPair, Ticket, Transport
 from kv_transfer.wire import Connection, KeyRing, client_steps, dial
 
@@ -75,7 +75,8 @@ class _Receiving:
 
 
 class KVReceiver:
-    """`data` is `[num_layers, num_blocks, 2, num_kv_heads, block_tokens, head_dim]` and fits `identity.layout`.
+    """`data` is the cache `[layers_per_group, num_blocks, 2, num_kv_heads, block_tokens, head_dim]` of
+    `identity.layout`.
 
     `emit` may be called from any thread and must not block. Arrived or TransferFailed comes at most once per expected
     transfer, and not after `revoke` has returned unless it was on its way.
@@ -86,7 +87,7 @@ class KVReceiver:
         transport: Transport,
     ) -> None:  # fmt: skip
         self._identity, self._ring = identity, ring
-        self._cache = view_cache(data, identity.layout.keys)
+        self._cache = view_cache(data, identity.layout.keys, identity.layout.places)
         self._emit, self._transport = emit, transport
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -124,18 +125,20 @@ class KVReceiver:
 
     # --- transfers (engine thread) ----------------------------------------------------------------------------------
 
-    def expect(
-        self, key: tuple[bytes, int], source: int, blocks: Sequence[int], num_tokens: int, skip_tokens: int
-    ) -> None:
-        """A BEGIN of this key by `source` is answered by GRANT at once. `blocks` is the block table from token 0."""
+    def expect(self, key: tuple[bytes, int], source: int, tables: Tables, num_tokens: int, skip_tokens: int) -> None:
+        """A BEGIN of this key by `source` is answered by GRANT at once. `tables` are the block tables from token 0."""
         key = TransferKey(*key)
         layout = self._identity.layout
-        assert len(blocks) >= layout.num_blocks(num_tokens), f"{key!r}: too few blocks for {num_tokens} tokens"
+        num_pages = layout.num_blocks(num_tokens)
+        fits = len(tables) == len(layout.layer_groups) and all(len(table) >= num_pages for table in tables)
+        assert fits, f"{key!r}: too few blocks for {num_tokens} tokens"
         with self._lock:
             is_known = key in self._receivings  # not drained yet, or asked for twice: never two grants of one key
             link = None if is_known else self._links.get(source)
             if link is not None:
-                grant = GrantedTransfer(key, source, tuple(blocks), num_tokens, skip_tokens, layout.num_layers)
+                grant = GrantedTransfer(
+                    key, source, tuple(map(tuple, tables)), num_tokens, skip_tokens, layout.num_layers
+                )
                 self._receivings[key] = _Receiving(grant, link)
         if link is None:
             self._emit(TransferFailed(key, "peer_lost"))
@@ -164,7 +167,8 @@ class KVReceiver:
                 case GrantAction.SEND_GRANT:
                     self._last_generation += 1
                     grant.generation = self._last_generation
-                    link.send(Grant(*grant.key, grant.generation, pack_u32(grant.blocks)))
+                    num_pages = self._identity.layout.num_blocks(grant.num_tokens)
+                    link.send(Grant(*grant.key, grant.generation, pack_tables(grant.tables, num_pages)))
                 case GrantAction.SEND_ADOPTED:
                     link.send(Adopted(*grant.key))
                 case GrantAction.SEND_ABORT:
@@ -331,13 +335,13 @@ class KVReceiver:
                 if misfit is not None:
                     events = self._perform(receiving, receiving.grant.fail(misfit))
                 else:
-                    blocks = touched_blocks(
-                        receiving.grant.blocks, layout.block_tokens, unit.first_token, unit.num_tokens
+                    blocks = self._cache.touched_blocks(
+                        receiving.grant.tables, unit.first_token, unit.num_tokens, unit.first_layer, unit.num_layers
                     )
                     is_writable = receiving.grant.open_window(unit, blocks)
         if receiving is not None and is_writable:
             scatter_unit(
-                self._cache, receiving.grant.blocks, as_unit(buffer, layout, unit.num_tokens, unit.num_layers),
+                self._cache, receiving.grant.tables, as_unit(buffer, layout, unit.num_tokens, unit.num_layers),
                 unit.first_token, unit.first_layer,
             )  # fmt: skip
             digest = digest_of(buffer)

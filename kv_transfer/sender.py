@@ -40,10 +40,11 @@ from kv_transfer.messages import (
     TransferKey,
     Unit,
     pack_u32,
+    unpack_tables,
 )
 from kv_transfer.messages import Adopted as AdoptedMessage
 from kv_transfer.session import SendAction, SendEvent, SendTransfer
-from kv_transfer.staging import TORCH_DTYPES, as_bytes, digest_of, gather_unit, view_cache
+from kv_transfer.staging import TORCH_DTYPES, Tables, as_bytes, digest_of, gather_unit, view_cache
 from kv_transfer.transports.base import DataPair, Ticket, Transport
 from kv_transfer.wire import Connection, KeyRing, establish, listen_steps
 
@@ -62,7 +63,6 @@ class _Sending:
 
     transfer: SendTransfer
     link: Link
-    blocks: tuple[int, ...]
     dtype: torch.dtype
     queued: "list[_QueuedUnit]" = field(default_factory=list)
     trace: list[SentUnit] = field(default_factory=list)
@@ -80,7 +80,8 @@ class _QueuedUnit:
 
 
 class KVSender:
-    """`data` is `[num_layers, num_blocks, 2, num_kv_heads, block_tokens, head_dim]` and fits `identity.layout`.
+    """`data` is the cache `[layers_per_group, num_blocks, 2, num_kv_heads, block_tokens, head_dim]` of
+    `identity.layout`.
 
     `emit` may be called from any thread and must not block. Adopted or TransferFailed comes exactly once per begun
     transfer, unless we abort it first. `push` copies at once: the sender never refers to a block after it has returned.
@@ -91,7 +92,7 @@ class KVSender:
         transport: Transport, verify: Literal["off", "full"] = "full",
     ) -> None:  # fmt: skip
         self._identity, self._ring, self._host = identity, ring, host
-        self._cache = view_cache(data, identity.layout.keys)
+        self._cache = view_cache(data, identity.layout.keys, identity.layout.places)
         self._emit, self._transport, self._verify = emit, transport, verify
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
@@ -125,31 +126,28 @@ class KVSender:
 
     # --- transfers (engine thread) ----------------------------------------------------------------------------------
 
-    def begin(
-        self, key: tuple[bytes, int], peer: int, blocks: Sequence[int], num_tokens: int, skip_tokens: int
-    ) -> None:
-        """Sends BEGIN. `blocks` is the block table from token 0; tokens from `skip_tokens` on will be pushed."""
+    def begin(self, key: tuple[bytes, int], peer: int, num_tokens: int, skip_tokens: int) -> None:
+        """Sends BEGIN; tokens from `skip_tokens` on will be pushed."""
         key = TransferKey(*key)
-        assert len(blocks) >= self._identity.layout.num_blocks(num_tokens), (
-            f"{key!r}: too few blocks for {num_tokens} tokens"
-        )
         with self._lock:
             assert key not in self._sendings, f"{key!r} has begun already"
             link = self._links.get(peer)
             has_lane = link is not None and link.lane is not None
             if link is not None and has_lane:
                 transfer = SendTransfer(key, skip_tokens, num_tokens, self._identity.layout.num_layers)
-                self._sendings[key] = _Sending(transfer, link, tuple(blocks), TORCH_DTYPES[link.peer.layout.dtype])
+                self._sendings[key] = _Sending(transfer, link, TORCH_DTYPES[link.peer.layout.dtype])
                 link.send(Begin(*key))
         if not has_lane:
             self._emit(TransferFailed(key, "peer_lost"))
 
     def push(
-        self, key: tuple[bytes, int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
-    ) -> None:
+        self, key: tuple[bytes, int], tables: Tables, first_token: int, num_tokens: int, first_layer: int,
+        num_layers: int,
+    ) -> None:  # fmt: skip
         """Copies this part of the cache into a unit; it is sent once granted. A transfer that is over swallows it.
 
-        Units of a layer come in token order without gap. Raises ValueError for a part outside the transfer.
+        `tables` are the block tables as they are now. Units of a layer come in token order without gap. Raises
+        ValueError for a part outside the transfer.
         """
         part = (first_token, num_tokens, first_layer, num_layers)
         with self._lock:
@@ -157,7 +155,7 @@ class KVSender:
             if sending is None or not sending.transfer.takes_units:
                 return
             index = sending.transfer.add_unit(*part)
-        buffer = as_bytes(gather_unit(self._cache, sending.blocks, *part, dtype=sending.dtype))
+        buffer = as_bytes(gather_unit(self._cache, tables, *part, dtype=sending.dtype))
         if buffer.numel() > MAX_UNIT_BYTES:
             raise ValueError(
                 f"a unit of {buffer.numel()} bytes is over the limit of {MAX_UNIT_BYTES}: push fewer layers"
@@ -340,6 +338,9 @@ class KVSender:
         if sending is None or sending.link is not link:
             return []  # over here already; the answer crossed ours
         if isinstance(message, Grant):
+            theirs = link.peer.layout
+            num_pages = theirs.num_blocks(sending.transfer.num_tokens)
+            unpack_tables(message.tables, len(theirs.layer_groups), num_pages)  # or the link ends
             sending.transfer.generation = message.generation
             return self._step(sending, SendEvent.GRANT)
         if isinstance(message, Abort):

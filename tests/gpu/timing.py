@@ -42,7 +42,7 @@ def time_steps(
     def chunk(row: int, tokens: tuple[int, ...], first: int) -> Chunk:
         table = tuple(range(row * blocks, (row + 1) * blocks))
         key, is_prompt = StreamKey(bytes([row]) * 16, 0), len(tokens) > 1
-        return Chunk(key, tokens, first, table, SamplingParams(), 0, False, is_prompt)
+        return Chunk(key, tokens, first, (table,), SamplingParams(), 0, False, is_prompt)
 
     prompt = StepPlan((chunk(0, tuple(n % spec.vocab_size for n in range(CONTEXT)), 0),))
     decode = {rows: StepPlan(tuple(chunk(n, (5,), CONTEXT) for n in range(rows))) for rows in row_counts}

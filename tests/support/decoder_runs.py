@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import KVLayout
 from tests.support.replay import Replayed, replay
 from workers.engine.config import EngineConfig
 from workers.engine.plan import Chunk, StepPlan
@@ -16,7 +15,7 @@ from workers.ops.base import Ops
 from workers.ops.reference import ReferenceOps
 from workers.protocol import SamplingParams, StreamKey
 from workers.runner.batch import make_batch
-from workers.runner.kv_cache import PagedKVCache
+from workers.runner.kv_cache import PagedKVCache, plan_layout
 from workers.runner.model_runner import ModelRunner
 from workers.runner.probe import Model
 
@@ -25,23 +24,23 @@ def load(folder: Path, mode: WeightMode = "fp32", ops: Ops | None = None) -> Dec
     return load_decoder(folder, mode, ops or ReferenceOps())
 
 
-def make_cache(model: Model, block_tokens: int, num_blocks: int, device: torch.device | str = "cpu") -> PagedKVCache:
-    spec = model.spec
-    return PagedKVCache(
-        KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_tokens, "fp32"), num_blocks, device
-    )
+def make_cache(model: Model, block_tokens: int, num_pages: int, device: torch.device | str = "cpu") -> PagedKVCache:
+    """One with `num_pages` blocks for each state group."""
+    layout = plan_layout(model.spec, model.state("fp32"), block_tokens, "fp32")
+    return PagedKVCache(layout, num_pages * len(layout.layer_groups), device)
 
 
 def generate(
     model: Model, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int, stagger: int = 0,
     block_tokens: int = 16, num_blocks: int = 200,
 ) -> Replayed:  # fmt: skip
-    """Greedy tokens through the engine."""
+    """Greedy tokens through the engine, over `num_blocks` blocks for each state group."""
+    cache = make_cache(model, block_tokens, num_blocks)
     config = EngineConfig(
-        block_tokens=block_tokens, num_blocks=num_blocks, chunk_tokens=chunk, max_running=16,
-        max_context_tokens=block_tokens * num_blocks,
+        block_tokens=block_tokens, num_blocks=cache.num_blocks, chunk_tokens=chunk, max_running=16,
+        max_context_tokens=block_tokens * num_blocks, windows=tuple(g.window for g in cache.layout.layer_groups),
     )  # fmt: skip
-    runner = ModelRunner(model, make_cache(model, block_tokens, num_blocks))
+    runner = ModelRunner(model, cache)
     return replay(runner, config, prompts, num_tokens, stagger)
 
 
@@ -52,12 +51,13 @@ def compute_logits(
     block_tokens = 16
     num_blocks = -(-len(tokens) // block_tokens)
     cache = make_cache(model, block_tokens, num_blocks, device)
+    edges = range(0, cache.num_blocks, num_blocks)
+    tables = tuple(tuple(reversed(range(edge, edge + num_blocks))) for edge in edges)
     parts = []
     for first in range(0, len(tokens), chunk):
         part = tuple(tokens[first : first + chunk])
         key = StreamKey(bytes(16), 0)
-        table = tuple(reversed(range(num_blocks)))
-        plan = StepPlan((Chunk(key, part, first, table, SamplingParams(), 0, False, True),))
+        plan = StepPlan((Chunk(key, part, first, tables, SamplingParams(), 0, False, True),))
         batch = make_batch(plan, cache, lambda layer: None)
         parts.append(model.forward(batch.ids_T, batch.positions_T, torch.arange(len(part), device=device), batch.facts))
     return torch.cat(parts)

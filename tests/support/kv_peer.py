@@ -38,12 +38,12 @@ def make_cache(layout: KVLayout, num_blocks: int) -> torch.Tensor:
 
 
 def fill(data: torch.Tensor, blocks: list[int], unit: torch.Tensor) -> None:
-    scatter_unit(view_cache(data), blocks, unit, 0, 0)
+    scatter_unit(view_cache(data), [blocks], unit, 0, 0)
 
 
 def is_content(data: torch.Tensor, blocks: list[int], unit: torch.Tensor) -> bool:
     layers, _, _, tokens, _ = unit.shape
-    return torch.equal(gather_unit(view_cache(data), blocks, 0, tokens, 0, layers).to(torch.float32), unit)
+    return torch.equal(gather_unit(view_cache(data), [blocks], 0, tokens, 0, layers).to(torch.float32), unit)
 
 
 class Peer:
@@ -111,7 +111,7 @@ class Peer:
 
     def do_expect(self, key: int, source: int, blocks: list[int], tokens: int) -> None:
         assert self.receiver is not None
-        self.receiver.expect((b"s" * 16, key), source, blocks, tokens, 0)
+        self.receiver.expect((b"s" * 16, key), source, [blocks], tokens, 0)
 
     def do_check(self, blocks: list[int], tokens: int, seed: int) -> bool:
         return is_content(self.data, blocks, content(seed, tokens, self.layout))
@@ -126,11 +126,11 @@ class Peer:
         """Fills the blocks and pushes the prompt in chunks."""
         assert self.sender is not None
         fill(self.data, blocks, content(seed, tokens, self.layout))
-        self.sender.begin((b"s" * 16, key), peer, blocks, tokens, 0)
+        self.sender.begin((b"s" * 16, key), peer, tokens, 0)
         for first in range(0, tokens, chunk):
             count = min(chunk, tokens - first)
             for first_layer, num_layers in plan_units(count, self.layout, unit_bytes):
-                self.sender.push((b"s" * 16, key), first, count, first_layer, num_layers)
+                self.sender.push((b"s" * 16, key), [blocks], first, count, first_layer, num_layers)
         self.sender.finish((b"s" * 16, key), b"meta")
 
     def do_abort(self, key: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import Dtype, KVLayout
+from kv_transfer.layout import Dtype
 from workers.engine.plan import Chunk, StepPlan
 from workers.errors import BackendUnavailable
 from workers.model.build import WeightMode, load_decoder
@@ -15,7 +15,7 @@ from workers.model.decoder import Decoder
 from workers.ops.native import Level, NativeOps
 from workers.protocol import SamplingParams, StreamKey
 from workers.runner.batch import make_batch
-from workers.runner.kv_cache import PagedKVCache
+from workers.runner.kv_cache import PagedKVCache, plan_layout
 
 BLOCK_TOKENS = 32
 Part = tuple[int, Sequence[int], int]
@@ -34,13 +34,15 @@ class Texts:
     """Requests over one paged cache; their blocks are interleaved, so that no two of one request are neighbours."""
 
     def __init__(self, decoder: Decoder, dtype: Dtype, num_requests: int, context: int) -> None:
-        spec = decoder.spec
-        layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, BLOCK_TOKENS, dtype)
-        blocks = -(-context // BLOCK_TOKENS)
+        layout = plan_layout(decoder.spec, decoder.state(dtype), BLOCK_TOKENS, dtype)
+        step = num_requests * len(layout.layer_groups)
+        blocks = -(-context // BLOCK_TOKENS) * step
         self._decoder = decoder
-        self._cache = PagedKVCache(layout, num_requests * blocks)
+        self._cache = PagedKVCache(layout, blocks)
         self._cache.data.fill_(torch.nan)
-        self._tables = [tuple(range(n, num_requests * blocks, num_requests)) for n in range(num_requests)]
+        self._tables = [
+            tuple(tuple(range(g, blocks, step)) for g in range(n, step, num_requests)) for n in range(num_requests)
+        ]
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Logits `[tokens of all parts, vocab]`."""

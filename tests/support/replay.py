@@ -34,7 +34,7 @@ def replay(
                 sampling=SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=index),
                 arrival=float(index),
             )  # fmt: skip
-            if not engine.reserve(request, config.blocks_for(len(prompt))):
+            if not engine.reserve(request, config.pages_for(len(prompt))):
                 break
             engine.start(request.key)
             waiting.pop(0)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from workers.pages import blocks_to_hold, count_pages
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -48,12 +50,17 @@ class EngineConfig:
             )
         if self.ageing_tokens_per_s <= 0:
             raise ValueError(f"ageing_tokens_per_s is {self.ageing_tokens_per_s}: a long prompt would wait for ever")
-        if self.max_context_tokens > self.num_blocks * self.block_tokens:
+        needed = self.blocks_to_hold(self.pages_for(self.max_context_tokens))
+        if needed > self.num_blocks:
             raise ValueError(
                 f"max_context_tokens {self.max_context_tokens} does not fit the pool of {self.num_blocks} blocks of "
-                f"{self.block_tokens} tokens: raise num_blocks or lower max_context_tokens"
+                f"{self.block_tokens} tokens: it needs {needed}; raise num_blocks or lower max_context_tokens"
             )
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold the KV cache of `num_tokens` tokens."""
-        return -(-num_tokens // self.block_tokens)
+    def pages_for(self, num_tokens: int) -> int:
+        """Entries of a block table that hold `num_tokens` tokens."""
+        return count_pages(num_tokens, self.block_tokens)
+
+    def blocks_to_hold(self, num_pages: int) -> int:
+        """Blocks of all groups that a request of so many pages holds at most while it is computed."""
+        return blocks_to_hold(num_pages, self.windows, self.block_tokens, self.chunk_tokens)

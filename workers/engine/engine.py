@@ -77,20 +77,21 @@ class Engine:
         """Known tokens that `reserve` would find in the prefix cache now; changes nothing."""
         return self._blocks.find_prefix(request)
 
-    def reserve(self, request: Request, num_blocks: int, keep_free_blocks: int = 0) -> bool:
-        """Give `request` a table of `num_blocks` blocks (RESERVED), or return False with nothing changed.
+    def reserve(self, request: Request, num_pages: int, keep_free_blocks: int = 0) -> bool:
+        """Give `request` tables of `num_pages` pages (RESERVED), or return False with nothing changed.
 
-        What the prefix cache has of its text is shared: `computed` and `num_cached` say how much, and nothing may write
+        A group with a window holds blocks for a part of them at a time: as many as it will ever need are promised. What
+        the prefix cache has of its text is shared: `computed` and `num_cached` say how much, and nothing may write
         there. False when too few blocks are available or fewer than `keep_free_blocks` would stay so, when
         `max_running` requests are open, and as long as a preempted request waits. Raises ValueError for a request that
         this engine can never serve.
         """
-        self._check_request(request, num_blocks)
+        self._check_request(request, num_pages)
         if self.num_open >= self.config.max_running or self.count("preempted"):
             return False
-        if not self._blocks.has_room(request, num_blocks, keep_free_blocks):
+        if not self._blocks.has_room(request, num_pages, keep_free_blocks):
             return False
-        self._blocks.give(request, num_blocks)
+        self._blocks.give(request, num_pages)
         request.num_cached = request.computed
         self._requests.apply(request, "reserve")
         return True
@@ -98,6 +99,7 @@ class Engine:
     def start(self, key: StreamKey) -> None:
         """Compute the known tokens from `request.computed` on, then decode."""
         request = self._named(key)
+        assert not request.adopts, f"{key!r} has blocks for what the first decode step sees only"
         self._requests.apply(request, "start")
         request.catch_up_to = len(request.known)
 
@@ -219,6 +221,11 @@ class Engine:
         return len(self._requests) - self.count("held")
 
     @property
+    def num_available_blocks(self) -> int:
+        """Free and cached blocks that are promised to nobody."""
+        return self._blocks.num_available
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens of running and preempted requests that are not computed yet."""
         waiting = (*self._requests.running, *self._requests.preempted)
@@ -244,7 +251,7 @@ class Engine:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _check_request(self, request: Request, num_blocks: int) -> None:
+    def _check_request(self, request: Request, num_pages: int) -> None:
         known, context = len(request.known), self.config.max_context_tokens
         if request.key in self._requests:
             raise ValueError(f"{request.key!r} is already here")
@@ -256,8 +263,11 @@ class Engine:
             raise ValueError(f"{known} known tokens leave no room for an output within the context of {context}")
         if request.num_emitted >= request.sampling.max_tokens:
             raise ValueError(f"all of {request.sampling.max_tokens} output tokens are already emitted")
-        if not self.config.blocks_for(known) <= num_blocks <= self.config.num_blocks:
-            raise ValueError(f"{num_blocks} blocks do not fit {known} tokens and a pool of {self.config.num_blocks}")
+        needed = self.config.blocks_to_hold(num_pages)
+        if num_pages < self.config.pages_for(known) or needed > self.config.num_blocks:
+            raise ValueError(
+                f"{num_pages} pages of {needed} blocks do not fit {known} tokens and a pool of {self.config.num_blocks}"
+            )
 
     def _named(self, key: StreamKey) -> Request:
         request = self._requests.get(key)

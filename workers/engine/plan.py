@@ -16,8 +16,9 @@ class Chunk:
     """Token ids to run."""
     first_position: int
     """Position of the first of them in the request; everything before it is in the KV cache."""
-    blocks: tuple[int, ...]
-    """Block table: token at position p lies in blocks[p // block_tokens]."""
+    tables: tuple[tuple[int, ...], ...]
+    """Block tables, one per state group: position p lies in entry p // block_tokens, NULL_BLOCK where no token of the
+    step looks."""
     sampling: SamplingParams | None
     """None: more known tokens follow and nothing is sampled."""
     output_position: int

@@ -12,16 +12,9 @@ other is free again after use. Owned by the engine thread.
 
 from collections.abc import Sequence
 
+from kv_transfer.layout import NULL_BLOCK
 from workers.engine.block_pool import BlockPool
-
-NULL_BLOCK = -1
-Windows = Sequence[int | None]
-"""Per state group the number of latest tokens that a token sees, itself included; None: all."""
-
-
-def first_page_seen(position: int, window: int | None, block_tokens: int) -> int:
-    """The first page that the token at `position` still reads."""
-    return 0 if window is None else max(0, position - window + 1) // block_tokens
+from workers.pages import Windows, first_page_seen
 
 
 class PrefixCache:

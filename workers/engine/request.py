@@ -1,7 +1,7 @@
 """One attempt of one stream inside the engine: its tokens, how far they are computed, its blocks and its status.
 
 Known tokens are the prompt, the output tokens of earlier attempts, and what was sampled here. `computed` counts the
-known tokens whose KV cache is in `blocks`. A step computes the difference; that is all there is to prefill and decode.
+known tokens whose KV cache is in `tables`. A step computes the difference; that is all there is to prefill and decode.
 """
 
 from dataclasses import dataclass, field
@@ -50,9 +50,18 @@ class Request:
     priority: int = 0
     """Higher goes first."""
     computed: int = 0
-    """Known tokens whose KV cache is in `tables`."""
+    """Known tokens whose KV cache is in `tables`, as far as a later token sees it."""
+    adopts: bool = False
+    """Decode role: the KV cache comes by transfer; only what the first decode step sees is given blocks."""
     tables: list[list[int]] = field(default_factory=list)
-    """Block tables, one per state group: page p holds tokens p x block_tokens and following."""
+    """Block tables, one per state group: page p holds tokens p x block_tokens and following. NULL_BLOCK where a window
+    slid past."""
+    num_pages: int = 0
+    """Pages that it may fill: the length of the tables of groups without a window."""
+    num_slid: list[int] = field(default_factory=list)
+    """Per group the pages that a window slid past."""
+    num_promised: int = 0
+    """Blocks that it may hold at the same time in groups with a window."""
     names: list[bytes] = field(default_factory=list)
     """Names of the first full blocks of `known`, as far as anybody asked."""
     num_entered: int = 0
@@ -86,10 +95,6 @@ class Request:
         """Smaller goes first and is preempted last: time of arrival, a level of priority counting as PRIORITY_S of
         waiting."""
         return self.arrival - PRIORITY_S * self.priority
-
-    @property
-    def blocks(self) -> list[int]:
-        return self.tables[0] if self.tables else []
 
     @property
     def num_outputs(self) -> int:

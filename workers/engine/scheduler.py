@@ -68,9 +68,9 @@ class Scheduler:
 
     def _grow(self, request: Request, made: Schedule) -> bool:
         """Whether `request` still runs and has the block that its next token is written to."""
-        if request.computed < len(request.tables[0]) * self._config.block_tokens:
+        if request.computed < request.num_pages * self._config.block_tokens:
             return True
-        while not self._blocks.can_grow:
+        while not self._blocks.can_grow(request):
             # The last in rank is never in the plan already: decodes are planned in rank.
             victim = next(r for r in reversed(self._requests.running) if not r.hold_after_prompt)
             self._preempt(victim)
@@ -83,7 +83,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._requests.apply(request, "preempt")
         self._blocks.take_back(request)
-        request.computed = 0
+        request.computed, request.adopts = 0, False
         request.reason = "preempt"
         request.catch_up_to = len(request.known)
 
@@ -93,16 +93,16 @@ class Scheduler:
         readmitted = []
         while self.can_readmit():
             request = self._requests.preempted[0]
-            self._blocks.give(request, self._config.blocks_for(len(request.known)))
+            self._blocks.give(request, self._config.pages_for(len(request.known)))
             self._requests.apply(request, "readmit")
             readmitted.append(request)
         return readmitted
 
     def _has_room(self, request: Request) -> bool:
-        """Blocks for all it knows, and one for each running request: the next decode must not preempt it again at
+        """Blocks for all it knows, and a page for each running request: the next decode must not preempt it again at
         once."""
-        keep_free = self._requests.count("running")
-        return self._blocks.has_room(request, self._config.blocks_for(len(request.known)), keep_free)
+        keep_free = self._requests.count("running") * self._blocks.blocks_per_page
+        return self._blocks.has_room(request, self._config.pages_for(len(request.known)), keep_free)
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
@@ -128,16 +128,13 @@ class Scheduler:
 
     def _plan_chunk(self, request: Request, num_tokens: int) -> Chunk:
         first, end = request.computed, request.computed + num_tokens
-        assert end <= len(request.tables[0]) * self._config.block_tokens, (
-            f"{request.key!r} has no block for token {end - 1}"
-        )
-        self._blocks.assert_private(request, num_tokens)
+        self._blocks.cover(request, end)
         is_last = end == len(request.known)
         return Chunk(
             key=request.key,
             tokens=tuple(request.known[first:end]),
             first_position=first,
-            blocks=tuple(request.tables[0]),
+            tables=tuple(map(tuple, request.tables)),
             sampling=request.sampling if is_last else None,
             output_position=request.num_outputs,
             explain=is_last and request.explain and request.num_outputs == request.num_emitted,

@@ -9,10 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kv_transfer.layout import Dtype
+from workers.engine.state import StateSpec
 from workers.model.arch import DecoderSpec
 from workers.model.collective import Parallel
 from workers.model.paged_attention import StepFacts
-from workers.ops.base import Ops, Span, StepTables
+from workers.model.state import kv_state
+from workers.ops.base import Ops
 from workers.ops.weights import DecoderWeights, DenseMLP
 
 
@@ -47,35 +50,29 @@ class Decoder:
         """Logits `[R, V]` float32 of the batch rows in `rows_R`; K and V of every token are written on the way, and
         `facts.on_layer` is called once each layer's are. In a group only rank 0 has all of V.
         """
-        return self.run(ids_T, rows_R, make_tables(positions_T, facts), facts.data, facts.on_layer)
+        return self.run(ids_T, rows_R, facts)
 
     @torch.inference_mode()
-    def run(
-        self, ids_T: Tensor, rows_R: Tensor, tables: StepTables, data: Tensor, on_layer: Callable[[int], None]
-    ) -> Tensor:
-        """As `Step.run`."""
-        if self._step is not None:
-            return self._step.run(ids_T, rows_R, tables, data, on_layer)
+    def run(self, ids_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:
+        """As `forward`; positions stand in the tables, too."""
+        if self._step is not None and len(facts.tables) == 1:
+            return self._step.run(ids_T, rows_R, facts.tables[0], facts.data, facts.on_layer)
         ops, weights, parallel = self._ops, self.weights, self._parallel
         if parallel is None:
-            return run_layers(ops, weights, ids_T, rows_R, tables, data, on_layer)
+            return run_layers(ops, weights, ids_T, rows_R, facts)
         x_TM = parallel.embed(ops, ids_T, weights.embedding, weights.embedding_scale)
         add, gather = parallel.collective.add, parallel.collective.gather
-        return gather(run_blocks(ops, weights, x_TM, rows_R, tables, data, on_layer, add))
+        return gather(run_blocks(ops, weights, x_TM, rows_R, facts, add))
+
+    def state(self, dtype: Dtype) -> tuple[StateSpec, ...]:
+        """One per layer: a layer with a window lets go of what slid out."""
+        return kv_state(self.spec, [layer.attention.window for layer in self.weights.layers], dtype)
 
 
-def run_layers(
-    ops: Ops,
-    weights: DecoderWeights,
-    ids_T: Tensor,
-    rows_R: Tensor,
-    tables: StepTables,
-    data: Tensor,
-    on_layer: Callable[[int], None],
-) -> Tensor:
-    """The forward pass op by op; arguments and result as of `Step.run`."""
+def run_layers(ops: Ops, weights: DecoderWeights, ids_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:
+    """The forward pass op by op; as `Step.run`, whatever the state groups of the layers."""
     x_TM = ops.embed(ids_T, weights.embedding, weights.embedding_scale)
-    return run_blocks(ops, weights, x_TM, rows_R, tables, data, on_layer)
+    return run_blocks(ops, weights, x_TM, rows_R, facts)
 
 
 def run_blocks(
@@ -83,9 +80,7 @@ def run_blocks(
     weights: DecoderWeights,
     x_TM: Tensor,
     rows_R: Tensor,
-    tables: StepTables,
-    data: Tensor,
-    on_layer: Callable[[int], None],
+    facts: StepFacts,
     add: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The layers and the head after the embedding, which is changed. `add` sums what the ranks of a group computed of
@@ -96,9 +91,10 @@ def run_blocks(
     for index, layer in enumerate(weights.layers):
         normed_TM = ops.norm(x_TM, layer.attention_norm_M, eps, delta_TM)
         qkv_TN = ops.linear(normed_TM, layer.qkv, layer.qkv_bias_N)
-        q_THD = ops.rotate_and_store(qkv_TN, layer.attention, tables, data[index])
-        on_layer(index)
-        attended_TK = ops.attend(q_THD, layer.attention, tables, data[index])
+        tables, cache_B2JSD = facts.of_layer(index)
+        q_THD = ops.rotate_and_store(qkv_TN, layer.attention, tables, cache_B2JSD)
+        facts.on_layer(index)
+        attended_TK = ops.attend(q_THD, layer.attention, tables, cache_B2JSD)
         delta_TM = ops.linear(attended_TK, layer.out, layer.out_bias_M)
         delta_TM = delta_TM if add is None else add(delta_TM)
         if layer.after_attention_norm_M is not None:
@@ -112,17 +108,3 @@ def run_blocks(
     assert delta_TM is not None, "a model has layers"
     normed_RM = ops.norm(x_TM[rows_R], weights.norm_M, eps, delta_TM[rows_R])
     return ops.head(normed_RM, weights.head, weights.softcap)
-
-
-def make_tables(positions_T: Tensor, facts: StepFacts) -> StepTables:
-    """The op set's view of a step.
-
-    `gathered_rows` starts each span with the rows of K of head 0, block by block: row = block * 2 * num_kv_heads.
-    """
-    rows_per_block = 2 * facts.data.shape[3]
-    spans, parts, entries = [], [], 0
-    for span in facts.spans:
-        spans.append(Span(span.first_row, span.num_tokens, span.first_position, entries, span.num_blocks))
-        parts.append(facts.gathered_rows[span.first_gathered : span.first_gathered + span.num_blocks])
-        entries += span.num_blocks
-    return StepTables(positions_T, facts.block_of_T, facts.slot_of_T, torch.cat(parts) // rows_per_block, tuple(spans))

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kv_transfer.layout import Dtype
+from workers.engine.state import StateSpec
 from workers.errors import ModelRefused
 from workers.model.arch import DecoderSpec, read_spec
 from workers.model.loader import load_causal_lm
 from workers.model.paged_attention import StepFacts, attend, write_kv
 from workers.model.progress import Progress, ignore_progress
+from workers.model.state import kv_state
 
 ATTENTION = "baton_paged"
 _UNSERVED = ("softcap", "s_aux", "position_bias", "head_mask", "sinks")
@@ -39,6 +42,10 @@ class TransformersModel:
         self.spec = spec
         self.dtype: torch.dtype = model.dtype
         self._model = model
+
+    def state(self, dtype: Dtype) -> tuple[StateSpec, ...]:
+        """One per layer. What the classes make of a window shows only as they ask for it, so every layer keeps all."""
+        return kv_state(self.spec, [None] * self.spec.num_layers, dtype)
 
     @torch.inference_mode()
     def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:

@@ -12,29 +12,12 @@ permuting).
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-
-class Span(NamedTuple):
-    """One request's part of the flat batch."""
-
-    first_row: int
-    """Its first token's row in the batch."""
-    num_tokens: int
-    first_position: int
-    """Tokens of the request before this step, all in the cache."""
-    first_gathered: int
-    """Its first row in `StepFacts.gathered_rows`."""
-    num_blocks: int
-    """Blocks that hold its context."""
-
-    @property
-    def context(self) -> int:
-        return self.first_position + self.num_tokens
+from workers.ops.base import StepTables
 
 
 @dataclass(slots=True)
@@ -42,23 +25,29 @@ class StepFacts:
     """What attention needs of one step; made by `runner/batch.py`."""
 
     data: Tensor
-    """The cache `[num_layers, B, 2, K, S, D]`."""
-    block_of_T: Tensor
-    slot_of_T: Tensor
-    """Where each token's K and V go."""
-    gathered_rows: Tensor
-    """Rows of one layer, span by span: `[2, K, num_blocks]` flattened for each."""
-    spans: tuple[Span, ...]
+    """The cache `[layers_per_group, B, 2, K, S, D]`."""
+    tables: tuple[StepTables, ...]
+    """One per state group; their spans are the same."""
+    places: tuple[tuple[int, int], ...]
+    """Of each layer its group and its index in the group's blocks."""
     on_layer: Callable[[int], None]
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    """By group: made by the first layer that gathers, used by all."""
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
     """By (span, window): made by the first layer that needs one, used by all."""
+
+    def of_layer(self, layer: int) -> tuple[StepTables, Tensor]:
+        """The layer's tables and its cache `[B, 2, K, S, D]`."""
+        group, index = self.places[layer]
+        return self.tables[group], self.data[index]
 
 
 def write_kv(facts: StepFacts, layer: int, key_KTD: Tensor, value_KTD: Tensor) -> None:
     """Put this step's K and V of one layer into its blocks, in the cache's dtype, and report the layer as written."""
-    layer_BSxKD = facts.data[layer].permute(0, 3, 1, 2, 4)
+    tables, cache_B2KSD = facts.of_layer(layer)
+    layer_BSxKD = cache_B2KSD.permute(0, 3, 1, 2, 4)
     fresh_TxKD = torch.stack((key_KTD, value_KTD)).permute(2, 0, 1, 3).to(facts.data.dtype)
-    layer_BSxKD[facts.block_of_T, facts.slot_of_T] = fresh_TxKD
+    layer_BSxKD[tables.block_of_T, tables.slot_of_T] = fresh_TxKD
     facts.on_layer(layer)
 
 
@@ -67,13 +56,14 @@ def attend(facts: StepFacts, layer: int, query_HTD: Tensor, scale: float, window
     included).
     """
     _, num_blocks, _, kv_heads, block_tokens, head_dim = facts.data.shape
-    rows = facts.data[layer].view(num_blocks * 2 * kv_heads, block_tokens * head_dim)
-    gathered = rows.index_select(0, facts.gathered_rows).to(query_HTD.dtype)
+    tables, cache_B2KSD = facts.of_layer(layer)
+    rows = cache_B2KSD.view(num_blocks * 2 * kv_heads, block_tokens * head_dim)
+    gathered = rows.index_select(0, _rows_of(facts, facts.places[layer][0])).to(query_HTD.dtype)
     heads, num_tokens, _ = query_HTD.shape
     out_THD = query_HTD.new_empty((num_tokens, heads, head_dim))
-    for index, span in enumerate(facts.spans):
-        end = span.first_gathered + 2 * kv_heads * span.num_blocks
-        cached = gathered[span.first_gathered : end].view(2, kv_heads, span.num_blocks * block_tokens, head_dim)
+    for index, span in enumerate(tables.spans):
+        first, count = 2 * kv_heads * span.first_entry, 2 * kv_heads * span.num_blocks
+        cached = gathered[first : first + count].view(2, kv_heads, span.num_blocks * block_tokens, head_dim)
         tokens = slice(span.first_row, span.first_row + span.num_tokens)
         query_HtD = query_HTD[:, tokens]
         if span.num_tokens == 1:
@@ -82,6 +72,20 @@ def attend(facts: StepFacts, layer: int, query_HTD: Tensor, scale: float, window
             mask = _mask_of(facts, index, window)
             out_THD[tokens] = _attend_many(query_HtD, cached[:, :, : span.context], scale, mask)
     return out_THD
+
+
+def _rows_of(facts: StepFacts, group: int) -> Tensor:
+    """Rows of one layer, span by span: `[2, K, num_blocks]` flattened for each. Where a window slid past any block
+    does: nothing of it is seen.
+    """
+    rows = facts.rows.get(group)
+    if rows is None:
+        tables, heads = facts.tables[group], 2 * facts.data.shape[3]
+        first_row_X = tables.table_X.clamp(min=0) * heads
+        heads_x1 = torch.arange(heads, device=first_row_X.device)[:, None]
+        parts = torch.split(first_row_X, [span.num_blocks for span in tables.spans])
+        rows = facts.rows[group] = torch.cat([(heads_x1 + part_N[None]).view(-1) for part_N in parts])
+    return rows
 
 
 def _attend_one(query_H1D: Tensor, cached_xKCD: Tensor, scale: float, window: int | None) -> Tensor:
@@ -107,7 +111,7 @@ def _attend_many(query_HtD: Tensor, cached_xKCD: Tensor, scale: float, mask: Ten
 
 
 def _mask_of(facts: StepFacts, index: int, window: int | None) -> Tensor | None:
-    span = facts.spans[index]
+    span = facts.tables[0].spans[index]
     if window is not None and window >= span.context:
         window = None
     if span.first_position == 0 and window is None:

@@ -41,14 +41,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """Where the tokens of one step are and what they may see; made once per step, the same for all layers."""
+    """Where the tokens of one step are and what they may see; made once per step and state group, the same for its
+    layers."""
 
     positions_T: Tensor
     block_of_T: Tensor
     slot_of_T: Tensor
     """Where each token's K and V go."""
     table_X: Tensor
-    """Block tables one after the other: token p of a span lies in block table_X[first_entry + p // S], slot p % S."""
+    """Block tables one after the other: token p of a span lies in block table_X[first_entry + p // S], slot p % S. -1
+    where a window slid past: before everything that a token of the step sees."""
     spans: tuple[Span, ...]
 
 
@@ -92,8 +94,9 @@ class Step(Protocol):
     ) -> Tensor:
         """Logits `[R, V]` float32 of the asked rows; R may be 0.
 
-        `data` is the whole cache `[num_layers, B, 2, J, S, D]`. `on_layer(layer)` is called on the calling thread once
-        the layer's K and V of all T tokens are in it, in order. An exception of it ends the step and is raised here.
+        All layers are of one group: `data` is the whole cache `[num_layers, B, 2, J, S, D]`. `on_layer(layer)` is
+        called on the calling thread once the layer's K and V of all T tokens are in it, in order. An exception of it
+        ends the step and is raised here.
         """
         ...
 

@@ -83,7 +83,8 @@ def make_paged_batch(tables: StepTables, block_tokens: int) -> PagedBatch:
         )  # fmt: skip
         prompts = Prompts(of_them, torch.tensor(rows, device=device))
     return PagedBatch(
-        table_NW=tables.table_X[torch.tensor(columns).to(device)].int(),
+        # What a window slid past has no block and is never seen: any block does.
+        table_NW=tables.table_X[torch.tensor(columns).to(device)].clamp(min=0).int(),
         context_N=context_N.contiguous(),
         edges_N=torch.cat((row_N, row_N.new_tensor([end]))),
         spans=spans,

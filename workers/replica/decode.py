@@ -88,7 +88,7 @@ class DecodeRole(Role):
         if is_remote:
             assert self._receiver is not None
             # What is cached is pinned by the reservation and outside of what the grant lets anybody write.
-            self._receiver.expect(TransferKey(*key), message.source, request.blocks, num_tokens, request.num_cached)
+            self._receiver.expect(TransferKey(*key), message.source, request.tables, num_tokens, request.num_cached)
         else:
             self._engine.start(key)
 
@@ -102,12 +102,12 @@ class DecodeRole(Role):
     def _skip_tokens(self, message: Generate | Prefill, request: Request) -> int:
         return request.num_cached if isinstance(message, Generate) and message.local == "none" else 0
 
-    def _num_blocks(self, request: Request) -> int:
-        """The blocks of prompt and emitted tokens, and up to headroom_blocks that the stream may still come to need."""
-        blocks_for = self._engine.config.blocks_for
-        held = blocks_for(len(request.known))
+    def _num_pages(self, request: Request) -> int:
+        """The pages of prompt and emitted tokens, and up to headroom_blocks that the stream may still come to need."""
+        pages_for = self._engine.config.pages_for
+        held = pages_for(len(request.known))
         most = min(request.num_prompt + request.sampling.max_tokens, self._config.max_context_tokens)
-        return held + min(self._config.headroom_blocks, max(0, blocks_for(most) - held))
+        return held + min(self._config.headroom_blocks, max(0, pages_for(most) - held))
 
     def _keep_free(self) -> int:
         """A grant leaves 2 % of the pool free, except where nothing else holds a block."""

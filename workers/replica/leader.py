@@ -274,7 +274,7 @@ class Leader:
             state=self.lifecycle.state,
             last_dispatch=0,
             blocks_total=self.config.num_blocks,
-            blocks_free=pool.num_available,
+            blocks_free=self.engine.num_available_blocks,
             blocks_quarantined=pool.num_quarantined,
             running=self.engine.count("running") + self.engine.count("held"),
             waiting=self.engine.count("reserved") + self.engine.count("preempted"),

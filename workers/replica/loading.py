@@ -37,7 +37,7 @@ class LoadedModel:
 
     @property
     def data(self) -> torch.Tensor:
-        """The cache: `[num_layers, num_blocks, 2, num_kv_heads, block_tokens, head_dim]`."""
+        """The cache: `layout.cache_shape(num_blocks)`."""
         return self.runner.cache.data
 
 
@@ -45,15 +45,6 @@ def load_model(config: ReplicaConfig, progress: Progress = ignore_progress) -> L
     """Takes seconds. Sets the process's torch threads. Raises `ModelRefused`, `ModelDamaged`, or ValueError for limits
     that contradict each other."""
     torch.set_num_threads(config.num_threads)
-    engine_config = EngineConfig(
-        block_tokens=config.block_tokens,
-        num_blocks=config.num_blocks,
-        chunk_tokens=config.chunk_tokens,
-        max_running=config.max_running,
-        max_context_tokens=config.max_context_tokens,
-        step_budget_ms=config.step_budget_ms,
-        prefix_cache=config.prefix_cache,
-    )
     settings = RunnerSettings(
         folder=Path(config.model_path),
         mode=config.dtype,
@@ -67,6 +58,16 @@ def load_model(config: ReplicaConfig, progress: Progress = ignore_progress) -> L
     )
     chosen = choose_runner(settings, progress)
     logger.info("model %s in %s computed by %s", config.model_id, config.dtype, chosen.how)
+    engine_config = EngineConfig(
+        block_tokens=config.block_tokens,
+        num_blocks=config.num_blocks,
+        chunk_tokens=config.chunk_tokens,
+        max_running=config.max_running,
+        max_context_tokens=config.max_context_tokens,
+        step_budget_ms=config.step_budget_ms,
+        prefix_cache=config.prefix_cache,
+        windows=tuple(group.window for group in chosen.runner.cache.layout.layer_groups),
+    )
     spec = chosen.runner.model.spec
     digest = make_model_digest(digest_facts(settings.folder, spec, config.dtype))
     progress("measuring steps", 0.0)

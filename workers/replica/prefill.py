@@ -11,6 +11,7 @@ tokens.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.channel import KVSender
@@ -80,18 +81,18 @@ class PrefillRole(Role):
             key, num_tokens, request.num_cached, now_us(), message.explain,
             pushed_tokens=message.skip_tokens, computed_tokens=request.num_cached,
         )  # fmt: skip
-        self._sender.begin(TransferKey(*key), message.decode, request.blocks, num_tokens, message.skip_tokens)
-        self._push_cached(shipment)
+        self._sender.begin(TransferKey(*key), message.decode, num_tokens, message.skip_tokens)
+        self._push_cached(shipment, request.tables)
         self._engine.start(key)
 
-    def _push_cached(self, shipment: Shipment) -> None:
+    def _push_cached(self, shipment: Shipment, tables: Sequence[Sequence[int]]) -> None:
         """Pushes what the cache has and decode has not, as far as it fills units; the rest joins the first chunk."""
         layout, least = self._layout, self._config.min_unit_bytes
         num_tokens = max(self._config.chunk_tokens, -(-least // layout.bytes_per_token))
         while shipment.computed_tokens - shipment.pushed_tokens >= num_tokens:
             for first_layer, num_layers in plan_units(num_tokens, layout, least):
                 key = TransferKey(*shipment.key)
-                self._sender.push(key, shipment.pushed_tokens, num_tokens, first_layer, num_layers)
+                self._sender.push(key, tables, shipment.pushed_tokens, num_tokens, first_layer, num_layers)
             shipment.pushed_tokens += num_tokens
 
     def _skip_tokens(self, message: Generate | Prefill, request: Request) -> int:
@@ -145,7 +146,7 @@ class PrefillRole(Role):
             if shipment is not None and group is not None:
                 end, first, count = group
                 start = shipment.pushed_tokens
-                self._sender.push(TransferKey(*shipment.key), start, end - start, first, count)
+                self._sender.push(TransferKey(*shipment.key), chunk.tables, start, end - start, first, count)
 
     def computed(self, plan: StepPlan) -> None:
         """Notes the chunk times."""

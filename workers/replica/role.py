@@ -53,9 +53,9 @@ class Role(abc.ABC):
     def _let_go(self, key: StreamKey, reason: str) -> None:
         """Ends the transfer and gives the blocks back; nothing when the attempt holds none."""
 
-    def _num_blocks(self, request: Request) -> int:
-        """Blocks reserved for `request`: those of every known token."""
-        return self._engine.config.blocks_for(len(request.known))
+    def _num_pages(self, request: Request) -> int:
+        """Pages reserved for `request`: those of every known token."""
+        return self._engine.config.pages_for(len(request.known))
 
     def _keep_free(self) -> int:
         """Blocks that a reservation must leave free."""
@@ -73,10 +73,11 @@ class Role(abc.ABC):
             key=key, known=known, num_prompt=len(known) - num_emitted, num_emitted=num_emitted,
             sampling=message.sampling, hold_after_prompt=hold, reason=reason, explain=message.explain,
             arrival=self.desk.clock(), tenant=message.tenant, priority=message.priority,
+            adopts=isinstance(message, Generate) and message.local == "none",
         )  # fmt: skip
         try:
             busy = self.desk.hindrance(message) or self._refusal(message, request)
-            if busy is None and not self._engine.reserve(request, self._num_blocks(request), self._keep_free()):
+            if busy is None and not self._engine.reserve(request, self._num_pages(request), self._keep_free()):
                 busy = "blocks"
         except ValueError:
             self.desk.reject(ingress, message)

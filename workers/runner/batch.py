@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from workers.engine.plan import StepPlan
-from workers.model.paged_attention import Span, StepFacts
+from workers.model.paged_attention import StepFacts
+from workers.ops.base import Span, StepTables
 from workers.runner.kv_cache import PagedKVCache
 from workers.sampling.adjust import NO_HISTORY, History
 from workers.sampling.sampler import Draw
@@ -29,34 +30,30 @@ class Batch:
 
 def make_batch(plan: StepPlan, cache: PagedKVCache, on_layer: Callable[[int], None]) -> Batch:
     """The tensors of `plan` on the cache's device; plain lists first, because a small tensor costs more than a list."""
-    block_tokens, kv_heads = cache.layout.block_tokens, cache.layout.num_kv_heads
+    layout, device = cache.layout, cache.data.device
+    block_tokens = layout.block_tokens
     ids: list[int] = []
     positions: list[int] = []
-    blocks: list[int] = []
-    gathered: list[int] = []
     spans: list[Span] = []
+    num_entries = 0
     for chunk in plan.chunks:
-        first, count = chunk.first_position, len(chunk.tokens)
-        num_blocks = -(-(first + count) // block_tokens)
-        spans.append(Span(len(ids), count, first, 2 * kv_heads * len(gathered), num_blocks))
+        first, end = chunk.first_position, chunk.first_position + len(chunk.tokens)
+        num_blocks = -(-end // block_tokens)
+        spans.append(Span(len(ids), end - first, first, num_entries, num_blocks))
+        num_entries += num_blocks
         ids += chunk.tokens
-        positions += range(first, first + count)
-        blocks += [chunk.blocks[position // block_tokens] for position in range(first, first + count)]
-        gathered += chunk.blocks[:num_blocks]
+        positions += range(first, end)
     sampled, draws = make_draws(plan)
-    device = cache.data.device
     positions_T = torch.tensor(positions, device=device)
-    facts = StepFacts(
-        data=cache.data,
-        block_of_T=torch.tensor(blocks, device=device),
-        slot_of_T=positions_T % block_tokens,
-        gathered_rows=_gather_rows(torch.tensor(gathered, device=device), spans, kv_heads),
-        spans=tuple(spans),
-        on_layer=on_layer,
+    slot_of_T = torch.tensor([position % block_tokens for position in positions], device=device)
+    tables = tuple(
+        StepTables(positions_T, *_place_tokens(plan, group, block_tokens, slot_of_T), tuple(spans))
+        for group in range(len(layout.layer_groups))
     )
     rows_R = torch.tensor(
         [spans[i].first_row + spans[i].num_tokens - 1 for i in sampled], dtype=torch.int64, device=device
     )
+    facts = StepFacts(cache.data, tables, layout.places, on_layer)
     return Batch(torch.tensor(ids, device=device), positions_T, rows_R, sampled, draws, facts)
 
 
@@ -70,8 +67,13 @@ def make_draws(plan: StepPlan) -> tuple[tuple[int, ...], tuple[Draw, ...]]:
     )
 
 
-def _gather_rows(blocks_N: Tensor, spans: list[Span], kv_heads: int) -> Tensor:
-    """For each span `[2, kv_heads, num_blocks]` row numbers, flattened and laid one after the other."""
-    heads_X1 = torch.arange(2 * kv_heads, device=blocks_N.device)[:, None]
-    parts = torch.split(blocks_N, [span.num_blocks for span in spans])
-    return torch.cat([(heads_X1 + part[None] * (2 * kv_heads)).view(-1) for part in parts])
+def _place_tokens(plan: StepPlan, group: int, block_tokens: int, slot_of_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(block of each token, its slot, block tables one after the other) of one group."""
+    blocks: list[int] = []
+    entries: list[int] = []
+    for chunk in plan.chunks:
+        table, first, end = chunk.tables[group], chunk.first_position, chunk.first_position + len(chunk.tokens)
+        entries += table[: -(-end // block_tokens)]
+        blocks += [table[position // block_tokens] for position in range(first, end)]
+    device = slot_of_T.device
+    return torch.tensor(blocks, device=device), slot_of_T, torch.tensor(entries, device=device)

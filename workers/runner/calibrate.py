@@ -64,13 +64,13 @@ class _Calibration:
         return min(times)
 
     def _step(self, num_requests: int, num_tokens: int, context: int) -> float:
-        num_pages = self._config.blocks_for(context + num_tokens)
+        num_pages = self._config.pages_for(context + num_tokens)
         tables = [
             tuple((row + page) % self._config.num_blocks for page in range(num_pages)) for row in range(num_requests)
         ]
         chunks = tuple(
             Chunk(
-                StreamKey(row.to_bytes(16, "big"), 0), (0,) * num_tokens, context, table,
+                StreamKey(row.to_bytes(16, "big"), 0), (0,) * num_tokens, context, (table,) * len(self._config.windows),
                 SamplingParams(), 0, explain=False, is_prompt=num_tokens > 1,
             )
             for row, table in enumerate(tables)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kv_transfer.layout import Dtype, KeyOrder, KVLayout
+from kv_transfer.layout import Dtype, KeyOrder
 from workers.errors import ModelRefused
 from workers.model.arch import read_config
 from workers.model.build import WeightMode, load_decoder
@@ -20,7 +20,7 @@ from workers.ops.cuda import CudaOps
 from workers.ops.native import NativeOps
 from workers.ops.select import BackendName, select_ops
 from workers.runner.graphs import CudaCapture, DecodeGraphs
-from workers.runner.kv_cache import PagedKVCache
+from workers.runner.kv_cache import PagedKVCache, plan_layout
 from workers.runner.model_runner import ModelRunner, load_runner
 from workers.runner.probe import prove_model
 
@@ -84,14 +84,18 @@ def _load_ours(settings: RunnerSettings, progress: Progress) -> Chosen:
     model = load_decoder(settings.folder, settings.mode, ops, progress, settings.max_context_tokens)
     progress("warming up", 0.0)
     prove_model(model, ops.device)
-    spec = model.spec
     keys: KeyOrder = "dim_major" if ops.key_is_dim_major else "token_major"
-    shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    layout = KVLayout(*shape, settings.block_tokens, settings.kv_dtype, keys)
+    state = model.state(settings.kv_dtype)
+    layout = plan_layout(model.spec, state, settings.block_tokens, settings.kv_dtype, keys)
     draw_rows = ops.draw if isinstance(ops, NativeOps) else None
     if ops.device.type != "cuda":
         return Chosen(ModelRunner(model, PagedKVCache(layout, settings.num_blocks), draw_rows), choice.reason)
     assert isinstance(ops, CudaOps)
+    if len(layout.layer_groups) > 1:
+        cache = PagedKVCache(layout, settings.num_blocks, ops.device)
+        return Chosen(
+            ModelRunner(model, cache, draw_rows), f"{choice.reason}; no graphs: layers with and without windows"
+        )
     cache = PagedKVCache(layout, settings.num_blocks, ops.device, has_scratch=True)
     graphs = DecodeGraphs(model, ops, cache, settings.max_running, settings.max_context_tokens, CudaCapture())
     return Chosen(ModelRunner(model, cache, draw_rows, graphs), f"{choice.reason}; decode steps as CUDA graphs")

@@ -17,8 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kv_transfer.layout import NULL_BLOCK
 from workers.engine.plan import StepPlan
-from workers.ops.base import DecodeTables, StepTables
+from workers.model.paged_attention import StepFacts
+from workers.ops.base import DecodeTables
 from workers.runner.kv_cache import PagedKVCache
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
@@ -82,9 +84,11 @@ def fill_numbers(plan: StepPlan, size: Size, block_tokens: int, scratch_block: i
     for row, chunk in enumerate(plan.chunks):
         position = chunk.first_position
         entry = position // block_tokens
-        rows_4N[:, row] = chunk.tokens[0], position, chunk.blocks[entry], position % block_tokens
+        (table,) = chunk.tables
+        rows_4N[:, row] = chunk.tokens[0], position, table[entry], position % block_tokens
         contexts_N[row] = position + 1
-        table_NW[row, : entry + 1] = chunk.blocks[: entry + 1]
+        # What a window slid past is never seen: any block does.
+        table_NW[row, : entry + 1] = [scratch_block if b == NULL_BLOCK else b for b in table[: entry + 1]]
     return StepNumbers(rows_4N, contexts_N, table_NW)
 
 
@@ -114,9 +118,7 @@ class DecodeInputs:
 class GraphModel(Protocol):
     """What computes a step of one token per request: `model/decoder.py`."""
 
-    def run(
-        self, ids_T: Tensor, rows_R: Tensor, tables: StepTables, data: Tensor, on_layer: Callable[[int], None]
-    ) -> Tensor: ...
+    def run(self, ids_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor: ...
 
 
 class GraphOps(Protocol):
@@ -138,7 +140,8 @@ class DecodeGraphs:
         self, model: GraphModel, ops: GraphOps, cache: PagedKVCache, max_running: int, max_context_tokens: int,
         capture: Capture,
     ) -> None:  # fmt: skip
-        """`cache` has a scratch block."""
+        """`cache` has a scratch block and one state group."""
+        assert len(cache.layout.layer_groups) == 1, "a graph reads one block table per request"
         assert cache.scratch_block is not None, "padding rows write somewhere"
         self._model, self._ops, self._cache, self._capture = model, ops, cache, capture
         self._scratch_block = cache.scratch_block
@@ -166,7 +169,8 @@ class DecodeGraphs:
         return known[1]()[: len(plan.chunks)]
 
     def _compute(self, inputs: DecodeInputs) -> Tensor:
-        return self._model.run(inputs.ids_N, inputs.row_N, inputs.tables, self._cache.data, _ignore_layer)
+        facts = StepFacts(self._cache.data, (inputs.tables,), self._cache.layout.places, _ignore_layer)
+        return self._model.run(inputs.ids_N, inputs.row_N, facts)
 
 
 def _ignore_layer(layer: int) -> None:

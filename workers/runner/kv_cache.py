@@ -1,17 +1,24 @@
 """The paged KV cache of one rank. Knows its shape and device; which block belongs to whom is the block pool's."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import Dtype, KeyOrder, KVLayout, LayerGroup
+from workers.engine.state import StateSpec, plan_groups
+from workers.model.arch import DecoderSpec
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class PagedKVCache:
-    """`data` is `[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens, head_dim]`, zeroed, and never moves."""
+    """`data` is `[layers_per_group, num_blocks, 2 (K, V), num_kv_heads, block_tokens, head_dim]`, zeroed, and never
+    moves.
+
+    A layer's place is `layout.places[layer]`: its group, whose tables name the block, and its index in the block.
+    """
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu", has_scratch: bool = False
@@ -20,16 +27,18 @@ class PagedKVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.scratch_block = num_blocks if has_scratch else None
-        shape = (
-            layout.num_layers,
-            num_blocks + has_scratch,
-            2,
-            layout.num_kv_heads,
-            layout.block_tokens,
-            layout.head_dim,
-        )
         # A block never written holds no NaN that a mask would not hide.
-        self.data = _zeros(shape, TORCH_DTYPES[layout.dtype], torch.device(device))
+        self.data = _zeros(
+            layout.cache_shape(num_blocks + has_scratch), TORCH_DTYPES[layout.dtype], torch.device(device)
+        )
+
+
+def plan_layout(
+    spec: DecoderSpec, state: Sequence[StateSpec], block_tokens: int, dtype: Dtype, keys: KeyOrder = "token_major"
+) -> KVLayout:
+    """The layout of a cache for layers that keep `state`. Raises `ModelRefused` for state that is not served."""
+    groups = tuple(LayerGroup(group.layers, group.spec.window) for group in plan_groups(state))
+    return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_tokens, dtype, keys, groups)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import Dtype, KVLayout
+from kv_transfer.layout import Dtype
 from workers.engine.plan import RunResult, StepPlan
 from workers.model.arch import DecoderSpec
 from workers.model.fallback import load_fallback
@@ -18,7 +18,7 @@ from workers.ops.base import DrawRows
 from workers.protocol import Logprobs
 from workers.runner.batch import make_batch, make_draws
 from workers.runner.graphs import DecodeGraphs
-from workers.runner.kv_cache import TORCH_DTYPES, PagedKVCache
+from workers.runner.kv_cache import TORCH_DTYPES, PagedKVCache, plan_layout
 from workers.runner.probe import Model, prove_model
 from workers.sampling.adjust import is_adjusted
 from workers.sampling.explain import explain_draw
@@ -95,8 +95,7 @@ def load_runner(
     model = load_fallback(folder, TORCH_DTYPES[dtype], progress)
     progress("warming up", 0.0)
     prove_model(model)
-    spec = model.spec
-    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_tokens, layout_dtype)
+    layout = plan_layout(model.spec, model.state(layout_dtype), block_tokens, layout_dtype)
     return ModelRunner(model, PagedKVCache(layout, num_blocks))
 
 

@@ -1,19 +1,23 @@
 """What a model is to the runner, and a proof at load that one works over a paged cache; it warms up, too."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import Dtype
 from workers.engine.plan import Chunk, StepPlan
+from workers.engine.state import StateSpec
 from workers.errors import ModelRefused
 from workers.model.arch import DecoderSpec
 from workers.model.paged_attention import StepFacts
 from workers.protocol import SamplingParams, StreamKey
 from workers.runner.batch import make_batch
-from workers.runner.kv_cache import PagedKVCache
+from workers.runner.kv_cache import PagedKVCache, plan_layout
 
+POOL = 8
+"""Blocks per state group of the cache that a proof runs over."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Share of the largest logit by which two orders of the same sums may differ."""
 
@@ -23,6 +27,10 @@ class Model(Protocol):
 
     spec: DecoderSpec
     dtype: torch.dtype
+
+    def state(self, dtype: Dtype) -> Sequence[StateSpec]:
+        """What each layer keeps of a token in a cache of `dtype`."""
+        ...
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:
         """Logits `[R, vocab]` float32 of the asked rows; K and V of all tokens written, `facts.on_layer` called per
@@ -38,18 +46,25 @@ def prove_model(model: Model, device: torch.device | str = "cpu") -> None:
     class that counts them itself would answer nonsense without an error.
     """
     spec = model.spec
-    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, 4, "fp32")
-    cache = PagedKVCache(layout, 8, device)
+    layout = plan_layout(spec, model.state("fp32"), 4, "fp32")
+    num_groups = len(layout.layer_groups)
+    cache = PagedKVCache(layout, POOL * num_groups, device)
+    first, second, other = (_tables(blocks, num_groups) for blocks in ((6, 2, 5), (3, 0, 1), (7, 4)))
     tokens = tuple(range(3, 12))
-    whole = _run(model, cache, [_chunk(1, tokens, 0, (6, 2, 5))])
-    _run(model, cache, [_chunk(2, (4, 9, 7), 0, (7, 4)), _chunk(1, tokens[:6], 0, (3, 0, 1))])
-    apart = _run(model, cache, [_chunk(2, (8,), 3, (7, 4)), _chunk(1, tokens[6:], 6, (3, 0, 1))])
+    whole = _run(model, cache, [_chunk(1, tokens, 0, first)])
+    _run(model, cache, [_chunk(2, (4, 9, 7), 0, other), _chunk(1, tokens[:6], 0, second)])
+    apart = _run(model, cache, [_chunk(2, (8,), 3, other), _chunk(1, tokens[6:], 6, second)])
     if not bool((whole - apart).abs().max() <= TOLERANCE[model.dtype] * whole.abs().max()):
         raise ModelRefused(f"{spec.architecture} answers differently in a batch over a paged cache than alone")
 
 
-def _chunk(name: int, tokens: tuple[int, ...], first: int, blocks: tuple[int, ...]) -> Chunk:
-    return Chunk(StreamKey(bytes([name]) * 16, 0), tokens, first, blocks, SamplingParams(), 0, False, True)
+def _tables(blocks: tuple[int, ...], num_groups: int) -> tuple[tuple[int, ...], ...]:
+    """Other blocks for each group."""
+    return tuple(tuple(POOL * group + block for block in blocks) for group in range(num_groups))
+
+
+def _chunk(name: int, tokens: tuple[int, ...], first: int, tables: tuple[tuple[int, ...], ...]) -> Chunk:
+    return Chunk(StreamKey(bytes([name]) * 16, 0), tokens, first, tables, SamplingParams(), 0, False, True)
 
 
 def _run(model: Model, cache: PagedKVCache, chunks: list[Chunk]) -> Tensor:

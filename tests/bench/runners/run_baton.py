@@ -104,7 +104,7 @@ class Baton:
             sampling=SamplingParams(max_tokens=new_tokens), arrival=time.monotonic(),
         )  # fmt: skip
         self._next_id += 1
-        if not self._engine.reserve(request, self._engine.config.blocks_for(len(prompt) + new_tokens)):
+        if not self._engine.reserve(request, self._engine.config.pages_for(len(prompt) + new_tokens)):
             raise MemoryError("the pool of the bench is too small")
         return request
 

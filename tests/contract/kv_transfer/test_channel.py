@@ -115,7 +115,7 @@ def of(events: list[object], kind: type) -> list[Any]:
 def push_all(sender: KVSender, skip: int = 0) -> None:
     for first in range(skip, TOKENS, 7):
         for layer in range(0, 4, 2):
-            sender.push(KEY, first, min(7, TOKENS - first), layer, 2)
+            sender.push(KEY, [SOURCE_BLOCKS], first, min(7, TOKENS - first), layer, 2)
 
 
 async def receive_forever(connection: Connection) -> None:
@@ -124,8 +124,8 @@ async def receive_forever(connection: Connection) -> None:
 
 
 def is_equal(channel: Channel, skip: int = 0) -> bool:
-    wanted = gather_unit(view_cache(channel.source), SOURCE_BLOCKS, skip, TOKENS - skip, 0, 4, torch.bfloat16)
-    return torch.equal(gather_unit(view_cache(channel.target), TARGET_BLOCKS, skip, TOKENS - skip, 0, 4), wanted)
+    wanted = gather_unit(view_cache(channel.source), [SOURCE_BLOCKS], skip, TOKENS - skip, 0, 4, torch.bfloat16)
+    return torch.equal(gather_unit(view_cache(channel.target), [TARGET_BLOCKS], skip, TOKENS - skip, 0, 4), wanted)
 
 
 @pytest.mark.parametrize("verify", ["full", "off"])
@@ -135,8 +135,8 @@ def test_a_prompt_is_handed_over(name: str, skip: int, verify: str):
         channel = make_channel(name, verify=verify)
         await channel.open()
         before = channel.target.clone()
-        channel.receiver.expect(KEY, 1, TARGET_BLOCKS, TOKENS, skip)
-        channel.sender.begin(KEY, 2, SOURCE_BLOCKS, TOKENS, skip)
+        channel.receiver.expect(KEY, 1, [TARGET_BLOCKS], TOKENS, skip)
+        channel.sender.begin(KEY, 2, TOKENS, skip)
         push_all(channel.sender, skip)
         channel.sender.finish(KEY, b"first token")
         await until(lambda: bool(of(channel.sent, Adopted)))
@@ -145,8 +145,8 @@ def test_a_prompt_is_handed_over(name: str, skip: int, verify: str):
         assert is_equal(channel, skip)
         if skip:
             assert torch.equal(
-                gather_unit(view_cache(channel.target), TARGET_BLOCKS, 0, skip, 0, 4),
-                gather_unit(view_cache(before), TARGET_BLOCKS, 0, skip, 0, 4),
+                gather_unit(view_cache(channel.target), [TARGET_BLOCKS], 0, skip, 0, 4),
+                gather_unit(view_cache(before), [TARGET_BLOCKS], 0, skip, 0, 4),
             )
         assert [type(e) for e in channel.sent] == [PeerUp, Granted, Adopted]
         assert [type(e) for e in channel.received] == [SourceUp, Arrived]
@@ -162,15 +162,15 @@ def test_closing_leaves_no_thread_and_fails_what_is_open(name: str):
     async def scenario() -> None:
         channel = make_channel(name)
         await channel.open()
-        channel.receiver.expect(KEY, 1, TARGET_BLOCKS, TOKENS, 0)
-        channel.sender.begin(KEY, 2, SOURCE_BLOCKS, TOKENS, 0)
+        channel.receiver.expect(KEY, 1, [TARGET_BLOCKS], TOKENS, 0)
+        channel.sender.begin(KEY, 2, TOKENS, 0)
         await until(lambda: bool(of(channel.sent, Granted)))
         await channel.close()
         assert [e.reason for e in of(channel.sent, TransferFailed)] == ["peer_lost"]
         assert [e.reason for e in of(channel.received, TransferFailed)] == ["peer_lost"]
         assert channel.receiver.revoke(KEY, "over") == ()
         await until(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-")])
-        channel.sender.push(KEY, 0, 7, 0, 2)
+        channel.sender.push(KEY, [SOURCE_BLOCKS], 0, 7, 0, 2)
         channel.sender.finish(KEY, b"")
         channel.sender.abort(KEY, "late")
 
@@ -181,11 +181,11 @@ def test_misuse_is_refused_at_the_call(name: str):
     async def scenario() -> None:
         channel = make_channel(name)
         await channel.open()
-        channel.receiver.expect(KEY, 1, TARGET_BLOCKS, TOKENS, 0)
-        channel.sender.begin(KEY, 2, SOURCE_BLOCKS, TOKENS, 0)
+        channel.receiver.expect(KEY, 1, [TARGET_BLOCKS], TOKENS, 0)
+        channel.sender.begin(KEY, 2, TOKENS, 0)
         for part in ((1, 7, 0, 2), (0, 31, 0, 2), (0, 7, 3, 2), (0, 0, 0, 2)):
             with pytest.raises(ValueError):
-                channel.sender.push(KEY, *part)
+                channel.sender.push(KEY, [SOURCE_BLOCKS], *part)
         with pytest.raises(ValueError, match="before every layer"):
             channel.sender.finish(KEY, b"")
         with pytest.raises(ValueError, match="limit"):
@@ -291,8 +291,8 @@ def test_a_second_session_of_the_same_process_replaces_the_first():
     async def scenario() -> None:
         channel = make_channel("loopback")
         await channel.open()
-        channel.receiver.expect(KEY, 1, TARGET_BLOCKS, TOKENS, 0)
-        channel.sender.begin(KEY, 2, SOURCE_BLOCKS, TOKENS, 0)
+        channel.receiver.expect(KEY, 1, [TARGET_BLOCKS], TOKENS, 0)
+        channel.sender.begin(KEY, 2, TOKENS, 0)
         identity = KVIdentity(2, "digest", LAYOUT, transports=("loopback",))
         body = IDENTITY_CODEC.encode(SessionHello(identity, 1, b"12345678"))
         second = await dial(HOST, channel.port, client_steps(RING, SESSION_PLANE, body, lambda _: None), 1 << 20)
@@ -323,8 +323,8 @@ def test_links_that_break_are_replaced_and_leave_nothing_behind(name: str, break
             link.end("broken by the test")
             await until(lambda count=round_number + 2: len(of(channel.received, SourceUp)) == count)
             await until(lambda count=round_number + 2: len(of(channel.sent, PeerUp)) == count)
-        channel.receiver.expect(KEY, 1, TARGET_BLOCKS, TOKENS, 0)
-        channel.sender.begin(KEY, 2, SOURCE_BLOCKS, TOKENS, 0)
+        channel.receiver.expect(KEY, 1, [TARGET_BLOCKS], TOKENS, 0)
+        channel.sender.begin(KEY, 2, TOKENS, 0)
         push_all(channel.sender)
         channel.sender.finish(KEY, b"")
         await until(lambda: bool(of(channel.received, Arrived)))
@@ -358,8 +358,8 @@ def test_a_prefill_worker_that_lies_about_its_units_loses_its_link_or_its_transf
     async def scenario(changes: dict[str, int], reason: str) -> None:
         channel = make_channel("loopback")
         await channel.open()
-        channel.receiver.expect(KEY, 1, TARGET_BLOCKS, TOKENS, 0)
-        channel.sender.begin(KEY, 2, SOURCE_BLOCKS, TOKENS, 0)
+        channel.receiver.expect(KEY, 1, [TARGET_BLOCKS], TOKENS, 0)
+        channel.sender.begin(KEY, 2, TOKENS, 0)
         await until(lambda: bool(of(channel.sent, Granted)))
         (link,) = channel.sender._links.values()
         lie = unit(channel, **changes)

@@ -48,7 +48,7 @@ class Decode:
             return False
         blocks = [self.free.pop() for _ in range(BLOCKS_EACH)]
         self.held[key] = Held(blocks, source_blocks)
-        self.receiver.expect(key, 1, blocks, TOKENS, 0)
+        self.receiver.expect(key, 1, [blocks], TOKENS, 0)
         return True
 
     def give(self, blocks: Any) -> None:
@@ -69,8 +69,8 @@ class Decode:
             self.drop(event.key)
         elif isinstance(event, Arrived) and (held := self.held.pop(event.key, None)) is not None:
             self.num_arrived += 1
-            wanted = gather_unit(view_cache(self.source), held.source_blocks, 0, TOKENS, 0, 4)
-            assert torch.equal(gather_unit(view_cache(self.target), held.blocks, 0, TOKENS, 0, 4), wanted)
+            wanted = gather_unit(view_cache(self.source), [held.source_blocks], 0, TOKENS, 0, 4)
+            assert torch.equal(gather_unit(view_cache(self.target), [held.blocks], 0, TOKENS, 0, 4), wanted)
             self.give(held.blocks)
 
 
@@ -84,11 +84,11 @@ def run_storm(sender: KVSender, decode: Decode, sent: Any, received: Any, num_tr
             decode.take(received.get(timeout=10))
         harm = dice.choice(["none", "none", "none", "none", "abort", "revoke"])
         harm_at = dice.randrange(12)
-        sender.begin(key, 2, source_blocks, TOKENS, 0)
+        sender.begin(key, 2, TOKENS, 0)
         step = 0
         for first in range(0, TOKENS, 50):
             for layer in range(4):
-                sender.push(key, first, 50, layer, 1)
+                sender.push(key, [source_blocks], first, 50, layer, 1)
                 if step == harm_at and harm == "abort":
                     sender.abort(key, "storm")
                 elif step == harm_at and harm == "revoke":

@@ -19,6 +19,7 @@ from tests.support.ops_cases import (
 )
 from tests.support.ops_cases import make_layer as make_attention
 from workers.model.decoder import run_layers
+from workers.model.paged_attention import StepFacts
 from workers.ops.base import Ops
 from workers.ops.reference import ReferenceOps
 from workers.ops.weights import DecoderLayer, DecoderWeights, DenseMLP
@@ -55,7 +56,13 @@ def make_model(ops: Ops, grid: str, heads: int = 6, kv_heads: int = 2, head_dim:
 def whole_step(ops: Ops, model: DecoderWeights):
     """`Step.run` of the backend; op by op where it has none."""
     step = ops.make_step(model)
-    return partial(run_layers, ops, model) if step is None else step.run
+    return partial(one_by_one, ops, model) if step is None else step.run
+
+
+def one_by_one(ops: Ops, model: DecoderWeights, ids_T, rows_R, tables, data, on_layer) -> torch.Tensor:
+    """All layers of one group."""
+    places = tuple((0, layer) for layer in range(len(model.layers)))
+    return run_layers(ops, model, ids_T, rows_R, StepFacts(data, (tables,), places, on_layer))
 
 
 def make_case(ops: Ops, model: DecoderWeights, dtype: torch.dtype):
@@ -79,12 +86,12 @@ def test_step(
     once, again = data.clone(), data.clone()
     found_RV = run(ids_T, rows_R, tables, once, seen.append)
     assert seen == list(range(LAYERS))
-    one_by_one_RV = run_layers(ops, model, ids_T, rows_R, tables, again, lambda layer: None)
+    one_by_one_RV = one_by_one(ops, model, ids_T, rows_R, tables, again, lambda layer: None)
     assert_close(found_RV, one_by_one_RV, 2e-5 if grid in EXACT_GRIDS else 2e-2)
     exact = torch.stack([from_backend(ops, cache) for cache in data])
     exact = exact.double() if dtype == torch.float32 else exact
     reference = make_model(oracle, grid, heads, kv_heads, head_dim)
-    expected_RV = run_layers(oracle, reference, ids_T, rows_R, tables, exact, lambda layer: None)
+    expected_RV = one_by_one(oracle, reference, ids_T, rows_R, tables, exact, lambda layer: None)
     is_exact = dtype == torch.float32 and grid in EXACT_GRIDS
     assert_close(found_RV, expected_RV, allowed(ops, grid, 1e-5) if is_exact else 3e-2)
     assert run(ids_T, rows_R[:0], tables, data.clone(), lambda layer: None).shape == (0, VOCAB)

@@ -85,7 +85,7 @@ class Bench:
                 key=StreamKey(name.to_bytes(16, "big"), 0), known=list(prompt), num_prompt=len(prompt),
                 sampling=SamplingParams(max_tokens=num_tokens), arrival=float(age),
             )  # fmt: skip
-            assert self.engine.reserve(request, self.config.blocks_for(len(prompt)))
+            assert self.engine.reserve(request, self.config.pages_for(len(prompt)))
             self.engine.start(request.key)
             requests.append(request)
         while self.engine.has_work:

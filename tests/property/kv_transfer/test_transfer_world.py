@@ -31,7 +31,7 @@ from kv_transfer.errors import TransferError
 from kv_transfer.lane import WINDOW
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import SESSION_CODEC, KVIdentity, TransferKey, Unit
-from kv_transfer.staging import CacheView, gather_unit, scatter_unit, view_cache
+from kv_transfer.staging import CacheView, Tables, gather_unit, scatter_unit, view_cache
 from kv_transfer.wire import KeyRing
 
 LAYERS, HEADS, DIM, TOKENS = 2, 1, 2, 7
@@ -119,7 +119,7 @@ class World:
             Course(TransferKey(b"b" * 16, 4), [5, 3, 4], [9, 5, 7, 11], 3, deque(PARTS[LAYERS:])),
         ]
         for course in self.courses:
-            self.receiver.expect(course.key, SOURCE, course.target_blocks, TOKENS, course.skip_tokens)
+            self.receiver.expect(course.key, SOURCE, [course.target_blocks], TOKENS, course.skip_tokens)
 
     def course_of(self, key: TransferKey) -> Course:
         return next(course for course in self.courses if course.key == key)
@@ -141,9 +141,9 @@ class World:
 
     def check_content(self, course: Course) -> None:
         count = TOKENS - course.skip_tokens
-        wanted = gather_unit(view_cache(self.source), course.source_blocks, course.skip_tokens, count, 0, LAYERS)
+        wanted = gather_unit(view_cache(self.source), [course.source_blocks], course.skip_tokens, count, 0, LAYERS)
         assert torch.equal(
-            gather_unit(view_cache(self.target), course.target_blocks, course.skip_tokens, count, 0, LAYERS), wanted
+            gather_unit(view_cache(self.target), [course.target_blocks], course.skip_tokens, count, 0, LAYERS), wanted
         )
 
     def release(self, blocks: tuple[int, ...]) -> None:
@@ -166,13 +166,13 @@ class World:
         if course.has_begun or course.is_aborted:
             return False
         course.has_begun = True
-        self.sender.begin(course.key, TARGET, course.source_blocks, TOKENS, course.skip_tokens)
+        self.sender.begin(course.key, TARGET, TOKENS, course.skip_tokens)
         return True
 
     def push(self, course: Course) -> bool:
         if not course.has_begun or course.is_aborted or not course.parts:
             return False
-        self.sender.push(course.key, *course.parts.popleft())
+        self.sender.push(course.key, [course.source_blocks], *course.parts.popleft())
         return True
 
     def finish(self, course: Course) -> bool:
@@ -319,14 +319,14 @@ HARMFUL = (
 def run_world(seed: int, script: SCRIPT) -> World:
     world = World(seed)
 
-    def scatter(cache: CacheView, blocks: tuple[int, ...], unit: Tensor, first_token: int, first_layer: int) -> None:
+    def scatter(cache: CacheView, tables: Tables, unit: Tensor, first_token: int, first_layer: int) -> None:
         size = cache.block_tokens
-        world.in_write = tuple(blocks[first_token // size : -(-(first_token + unit.shape[3]) // size)])
+        world.in_write = tuple(tables[0][first_token // size : -(-(first_token + unit.shape[3]) // size)])
         for half in (0, 1):
             assert not set(world.in_write) & set(world.free), "a unit is written into a block that was taken back"
             if half == 0 and world.during_write is not None:
                 world.during_write()
-        scatter_unit(cache, blocks, unit, first_token, first_layer)
+        scatter_unit(cache, tables, unit, first_token, first_layer)
         world.in_write = ()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -68,7 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
             sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop)), hold_after_prompt=holds,
             arrival=self.now, tenant=b"a" * standing[0], priority=standing[1],
         )  # fmt: skip
-        num_blocks, pool = CONFIG.blocks_for(len(known)) + spare, self.engine.pool
+        num_blocks, pool = CONFIG.pages_for(len(known)) + spare, self.engine.pool
         found = self.engine.find_prefix(request) // 4
         held = pool.count_unreferenced(self.engine.prefixes.tables(request.names, found)[0])
         free, waits, cached = pool.num_available, self.engine.count("preempted"), pool.num_cached
@@ -92,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
     def adopt(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(self.of("reserved")))
         request = self.live[key].request
-        self.runner.fill(request.tables[0], request.known, request.computed)
+        self.runner.fill(request.tables, request.known, request.computed)
         self.engine.adopt(key, continue_text(request.known, 1)[0])
 
     @precondition(lambda self: self.live)

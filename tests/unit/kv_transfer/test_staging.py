@@ -14,7 +14,6 @@ from kv_transfer.staging import (
     digest_of,
     gather_unit,
     scatter_unit,
-    touched_blocks,
     view_cache,
 )
 
@@ -45,10 +44,10 @@ def test_any_part_moves_between_caches_of_different_block_sizes(draw):
     source_table = draw.draw(st.permutations(range(48)))[: -(-num_tokens // source_block)]
     target_table = draw.draw(st.permutations(range(48)))[: -(-num_tokens // target_block)]
 
-    unit = gather_unit(view_cache(source), source_table, first_token, count, first_layer, num_layers)
+    unit = gather_unit(view_cache(source), [source_table], first_token, count, first_layer, num_layers)
     assert unit.is_contiguous()
     assert unit.shape == (num_layers, 2, HEADS, count, DIM)
-    scatter_unit(view_cache(target), target_table, unit, first_token, first_layer)
+    scatter_unit(view_cache(target), [target_table], unit, first_token, first_layer)
 
     layers = slice(first_layer, first_layer + num_layers)
     for token in range(first_token, first_token + count):
@@ -56,7 +55,7 @@ def test_any_part_moves_between_caches_of_different_block_sizes(draw):
             token_state(target, target_table, token)[layers], token_state(source, source_table, token)[layers]
         )
     assert int((target != -1).sum()) == unit.numel(), "slots outside the unit are untouched"
-    touched = touched_blocks(target_table, target_block, first_token, count)
+    touched = view_cache(target).touched_blocks([target_table], first_token, count, first_layer, num_layers)
     untouched = [block for block in range(48) if block not in touched]
     assert bool((target[:, untouched] == -1).all())
 
@@ -66,17 +65,17 @@ def test_units_travel_in_the_receivers_dtype(ours, theirs):
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     source = (make_cache(4, 4) / 7).to(dtypes[ours])
     target = torch.zeros((LAYERS, 4, 2, HEADS, 4, DIM), dtype=dtypes[theirs])
-    unit = gather_unit(view_cache(source), [3, 1], 1, 6, 0, LAYERS, dtype=dtypes[theirs])
+    unit = gather_unit(view_cache(source), [[3, 1]], 1, 6, 0, LAYERS, dtype=dtypes[theirs])
     layout = KVLayout(LAYERS, HEADS, DIM, 4, theirs)
     flat = as_bytes(unit)
     assert flat.numel() == layout.unit_bytes(6, LAYERS)
-    scatter_unit(view_cache(target), [0, 2], as_unit(flat.clone(), layout, 6, LAYERS), 1, 0)
+    scatter_unit(view_cache(target), [[0, 2]], as_unit(flat.clone(), layout, 6, LAYERS), 1, 0)
     for token in range(1, 7):
         assert torch.equal(token_state(target, [0, 2], token), token_state(source, [3, 1], token).to(dtypes[theirs]))
 
 
 def test_the_digest_sees_any_flipped_bit():
-    unit = as_bytes(gather_unit(view_cache(make_cache(2, 4)), [0, 1], 0, 8, 0, LAYERS))
+    unit = as_bytes(gather_unit(view_cache(make_cache(2, 4)), [[0, 1]], 0, 8, 0, LAYERS))
     before = digest_of(unit)
     assert before == digest_of(unit.clone())
     for position in (0, 17, unit.numel() - 1):
@@ -103,16 +102,16 @@ def test_staging_buffers_are_reused_by_size_and_bounded():
 def test_units_move_between_orders_of_keys(theirs, ours):
     """The unit is the same whatever the order; K lies transposed inside its block, V does not."""
     source, target = make_cache(4, 4), torch.zeros((LAYERS, 4, 2, HEADS, 4, DIM))
-    reference = gather_unit(view_cache(source), [3, 1], 1, 6, 0, LAYERS)
+    reference = gather_unit(view_cache(source), [[3, 1]], 1, 6, 0, LAYERS)
     stored = source.clone()
     if theirs == "dim_major":
         turned = source[:, :, 0].transpose(-1, -2).contiguous()
         stored[:, :, 0] = turned.view(source[:, :, 0].shape)
-    unit = gather_unit(view_cache(stored, theirs), [3, 1], 1, 6, 0, LAYERS)
+    unit = gather_unit(view_cache(stored, theirs), [[3, 1]], 1, 6, 0, LAYERS)
     assert unit.is_contiguous()
     assert torch.equal(unit, reference)
-    scatter_unit(view_cache(target, ours), [0, 2], unit, 1, 0)
-    assert torch.equal(gather_unit(view_cache(target, ours), [0, 2], 1, 6, 0, LAYERS), reference)
+    scatter_unit(view_cache(target, ours), [[0, 2]], unit, 1, 0)
+    assert torch.equal(gather_unit(view_cache(target, ours), [[0, 2]], 1, 6, 0, LAYERS), reference)
     assert torch.equal(target[:, :, 1], gather_values(target, reference)), "V is token-major in every order"
     assert int((target != 0).sum()) <= unit.numel(), "slots outside the unit are untouched"
 

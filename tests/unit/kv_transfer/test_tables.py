@@ -20,7 +20,7 @@ def make_sending(state: SendState = SendState.BEGUN) -> SendTransfer:
 
 
 def make_granted(state: GrantState = GrantState.EXPECTED) -> GrantedTransfer:
-    return GrantedTransfer(KEY, 1, (4, 5), num_tokens=8, skip_tokens=0, num_layers=2, state=state, generation=3)
+    return GrantedTransfer(KEY, 1, ((4, 5),), num_tokens=8, skip_tokens=0, num_layers=2, state=state, generation=3)
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(SendState, SendEvent)))

@@ -30,7 +30,7 @@ class Rig:
 
     def begin(self, name: int, length: int, spare: int = 0, **fields) -> Request:
         request = self.request(name, length, **fields)
-        assert self.engine.reserve(request, self.config.blocks_for(length) + spare)
+        assert self.engine.reserve(request, self.config.pages_for(length) + spare)
         self.engine.start(request.key)
         return request
 
@@ -97,7 +97,7 @@ def test_adopted_tokens_are_emitted_at_once_and_nothing_is_computed_as_prompt() 
     request = rig.request(1, 6)
     assert rig.engine.reserve(request, 3)
     assert not rig.engine.has_work
-    rig.runner.fill(request.blocks, request.known)
+    rig.runner.fill(request.tables, request.known)
     tokens = continue_text(request.known, 8)
     rig.engine.adopt(request.key, tokens[0])
     assert rig.engine.has_work
@@ -133,7 +133,7 @@ def test_prefill_holds_its_blocks_until_release() -> None:
     result = rig.steps()
     assert [output.token for output in result.outputs] == continue_text([10 + i for i in range(6)], 1)
     assert result.finished == []
-    assert (request.status, len(request.blocks), rig.engine.has_work) == ("held", 2, False)
+    assert (request.status, len(request.tables[0]), rig.engine.has_work) == ("held", 2, False)
     assert rig.engine.num_open == 0
     rig.engine.release(request.key)
     assert rig.engine.pool.num_available == 16
@@ -256,7 +256,7 @@ def test_quarantined_blocks_wait_for_their_proof() -> None:
     rig = Rig()
     request = rig.request(1, 8)
     assert rig.engine.reserve(request, 2)
-    written = request.blocks[:1]
+    written = request.tables[0][:1]
     rig.engine.release(request.key, written)
     rig.engine.release(request.key)
     assert (rig.engine.pool.num_available, rig.engine.pool.num_quarantined) == (15, 1)
@@ -396,7 +396,7 @@ def test_kv_that_was_expected_is_found_after_its_adoption_and_not_before() -> No
     assert rig.engine.reserve(first, 4)
     other = rig.request(2, 10, known=list(first.known))
     assert rig.engine.find_prefix(other) == 0
-    rig.runner.fill(first.tables[0], first.known)
+    rig.runner.fill(first.tables, first.known)
     rig.engine.adopt(first.key, continue_text(first.known, 1)[0])
     assert rig.engine.find_prefix(other) == 8
     revoked = rig.request(3, 10)

@@ -13,7 +13,6 @@ from workers.engine.plan import Chunk, StepPlan
 from workers.errors import ModelDamaged, ModelRefused
 from workers.model.build import load_decoder, quantize
 from workers.model.checkpoint import Checkpoint
-from workers.model.decoder import make_tables
 from workers.ops.reference import ReferenceOps
 from workers.ops.weights import DenseWeight, Int8Weight, Q4Weight, Q8Weight
 from workers.protocol import SamplingParams, StreamKey
@@ -121,7 +120,9 @@ def test_layers_are_reported_once_their_cache_is_written(folder: Path) -> None:
         assert len(seen) == layer
         seen.append([bool(cache.data[each, 5, :, :, 2].all()) for each in range(3)])
 
-    plan = StepPlan((Chunk(StreamKey(bytes(16), 0), tuple(range(3, 10)), 0, (1, 5), SamplingParams(), 0, False, True),))
+    plan = StepPlan(
+        (Chunk(StreamKey(bytes(16), 0), tuple(range(3, 10)), 0, ((1, 5),), SamplingParams(), 0, False, True),)
+    )
     batch = make_batch(plan, cache, look)
     decoder.forward(batch.ids_T, batch.positions_T, batch.rows_R, batch.facts)
     assert seen == [[True, False, False], [True, True, False], [True, True, True]]
@@ -130,10 +131,10 @@ def test_layers_are_reported_once_their_cache_is_written(folder: Path) -> None:
 def test_block_tables_of_a_step(folder: Path) -> None:
     cache = make_cache(load(folder), 4, 32)
     chunks = (
-        Chunk(StreamKey(bytes(16), 0), (9,), 8, (7, 30, 2), SamplingParams(), 0, False, False),
-        Chunk(StreamKey(bytes(16), 1), (3, 4, 5, 6, 7), 3, (0, 31, 9), None, 0, False, True),
+        Chunk(StreamKey(bytes(16), 0), (9,), 8, ((7, 30, 2),), SamplingParams(), 0, False, False),
+        Chunk(StreamKey(bytes(16), 1), (3, 4, 5, 6, 7), 3, ((0, 31, 9),), None, 0, False, True),
     )
     batch = make_batch(StepPlan(chunks), cache, lambda layer: None)
-    tables = make_tables(batch.positions_T, batch.facts)
+    (tables,) = batch.facts.tables
     assert tables.table_X.tolist() == [7, 30, 2, 0, 31]
     assert [tuple(span) for span in tables.spans] == [(0, 1, 8, 0, 3), (1, 5, 3, 3, 2)]

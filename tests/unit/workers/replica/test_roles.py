@@ -63,10 +63,10 @@ class FakeChannel:
     def open_sources(self) -> frozenset[int]:
         return self.peers
 
-    def begin(self, key: TransferKey, peer: int, blocks: list[int], num_tokens: int, skip_tokens: int) -> None:
+    def begin(self, key: TransferKey, peer: int, num_tokens: int, skip_tokens: int) -> None:
         self.calls.append(("begin", peer, num_tokens))
 
-    def push(self, key: TransferKey, *part: int) -> None:
+    def push(self, key: TransferKey, tables: list[list[int]], *part: int) -> None:
         self.calls.append(("push", *part))
 
     def finish(self, key: TransferKey, meta: bytes) -> None:
@@ -75,9 +75,9 @@ class FakeChannel:
     def abort(self, key: TransferKey, reason: str) -> None:
         self.calls.append(("abort", key.attempt))
 
-    def expect(self, key: TransferKey, source: int, blocks: list[int], num_tokens: int, skip_tokens: int) -> None:
+    def expect(self, key: TransferKey, source: int, tables: list[list[int]], num_tokens: int, skip_tokens: int) -> None:
         self.calls.append(("expect", source, num_tokens))
-        self.blocks, self.skip_tokens = tuple(blocks), skip_tokens
+        self.tables, self.skip_tokens = [list(table) for table in tables], skip_tokens
 
     def revoke(self, key: TransferKey, reason: str) -> tuple[int, ...]:
         self.calls.append(("revoke", reason))
@@ -269,7 +269,7 @@ def test_decode_reserves_expects_adopts_and_speaks() -> None:
     assert bench.channel.calls == [("expect", PEER, 10)]
     assert bench.num_free == 20 - 6, "3 blocks of prompt, 3 that twelve more tokens may need"
     assert not bench.engine.has_work
-    bench.runner.fill(bench.channel.blocks, range(1, 11))
+    bench.runner.fill(bench.channel.tables, range(1, 11))
     bench.say(arrived())
     answers = bench.run()
     tokens = [t for a in answers if isinstance(a, Tokens) for d in a.deltas for t in d.tokens]
@@ -302,7 +302,7 @@ def test_a_hand_off_that_contradicts_the_reservation_is_a_failed_transfer(meta: 
 def test_blocks_of_an_open_write_window_wait_for_their_proof() -> None:
     bench = make_bench("decode")
     bench.say(generate())
-    bench.channel.window = bench.channel.blocks[:2]
+    bench.channel.window = tuple(bench.channel.tables[0][:2])
     bench.say(TransferFailed(TransferKey(S, 0), "transfer"))
     assert (bench.num_free, bench.engine.pool.num_quarantined) == (18, 2)
     bench.clock.now += QUARANTINE_LIMIT_S + 1
@@ -438,14 +438,14 @@ def test_prefill_s_estimate_counts_uncached_tokens() -> None:
 def test_decode_pins_what_it_has_and_grants_the_rest() -> None:
     bench = make_bench("decode")
     bench.say(generate(S, max_tokens=1))
-    bench.runner.fill(bench.channel.blocks, range(1, 11))
+    bench.runner.fill(bench.channel.tables, range(1, 11))
     bench.say(arrived())
     bench.run()
     bench.channel.calls.clear()
     assert bench.say(generate(T, num_tokens=14, max_tokens=4)) == [Accept(T, 0, 8, 8)]
     assert bench.channel.calls == [("expect", PEER, 14)]
     assert bench.channel.skip_tokens == 8
-    bench.channel.window = bench.channel.blocks[2:3]
+    bench.channel.window = tuple(bench.channel.tables[0][2:3])
     bench.say(TransferFailed(TransferKey(T, 0), "transfer"))
     assert (bench.num_free, bench.engine.pool.num_quarantined) == (19, 1)
     assert bench.say(generate(T, num_tokens=14, max_tokens=4, attempt=1, local="fallback")) == [Accept(T, 1, 0, 8)]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import NULL_BLOCK, KVLayout, LayerGroup
 from workers.engine.plan import Chunk, StepPlan
-from workers.model.paged_attention import Span, attend, write_kv
+from workers.model.paged_attention import attend, write_kv
+from workers.ops.base import Span
 from workers.protocol import SamplingParams, StreamKey
 from workers.runner.batch import make_batch
 from workers.runner.kv_cache import PagedKVCache
@@ -16,7 +17,7 @@ HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 
 def make_chunk(name: int, tokens: tuple[int, ...], first: int, blocks: tuple[int, ...], is_last: bool = True) -> Chunk:
     sampling = SamplingParams(seed=name) if is_last else None
-    return Chunk(StreamKey(bytes([name]) * 16, 1), tokens, first, blocks, sampling, 3, False, False)
+    return Chunk(StreamKey(bytes([name]) * 16, 1), tokens, first, (blocks,), sampling, 3, False, False)
 
 
 @pytest.fixture
@@ -30,13 +31,26 @@ def test_rows_slots_and_draws(cache: PagedKVCache) -> None:
     batch = make_batch(plan, cache, lambda layer: None)
     assert batch.ids_T.tolist() == [50, 60, 61, 62, 70, 71]
     assert batch.positions_T.tolist() == [5, 3, 4, 5, 0, 1]
-    assert batch.facts.block_of_T.tolist() == [2, 4, 1, 1, 3, 3]
-    assert batch.facts.slot_of_T.tolist() == [1, 3, 0, 1, 0, 1]
+    (tables,) = batch.facts.tables
+    assert tables.block_of_T.tolist() == [2, 4, 1, 1, 3, 3]
+    assert tables.slot_of_T.tolist() == [1, 3, 0, 1, 0, 1]
+    assert tables.table_X.tolist() == [7, 2, 4, 1, 3]
     assert batch.rows_R.tolist() == [0, 5]
     assert batch.sampled_chunks == (0, 2)
     assert batch.draws == (Draw(SamplingParams(seed=1), 3), Draw(SamplingParams(seed=3), 3))
-    assert batch.facts.spans == (Span(0, 1, 5, 0, 2), Span(1, 3, 3, 8, 2), Span(4, 2, 0, 16, 1))
-    assert batch.facts.gathered_rows.tolist()[:8] == [28, 8, 29, 9, 30, 10, 31, 11]
+    assert tables.spans == (Span(0, 1, 5, 0, 2), Span(1, 3, 3, 2, 2), Span(4, 2, 0, 4, 1))
+    assert not batch.facts.rows, "only what gathers rows pays for them"
+
+
+def test_each_group_has_its_tables() -> None:
+    groups = (LayerGroup((0, 2)), LayerGroup((1,), 3))
+    cache = PagedKVCache(KVLayout(3, KV_HEADS, DIM, BLOCK, "fp32", groups=groups), 12)
+    assert cache.data.shape == (2, 12, 2, KV_HEADS, BLOCK, DIM)
+    chunk = Chunk(StreamKey(bytes(16), 1), (50, 51), 9, ((7, 2, 9), (NULL_BLOCK, 4, 5)), None, 0, False, True)
+    facts = make_batch(StepPlan((chunk,)), cache, lambda layer: None).facts
+    assert facts.places == ((0, 0), (1, 0), (0, 1))
+    assert [tables.block_of_T.tolist() for tables in facts.tables] == [[9, 9], [5, 5]]
+    assert [tables.table_X.tolist() for tables in facts.tables] == [[7, 2, 9], [-1, 4, 5]]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

@@ -18,7 +18,7 @@ from workers.runner.graphs import (
 
 def chunk(number: int, position: int, blocks: tuple[int, ...], token: int = 7, **changes) -> Chunk:
     given = {
-        "key": StreamKey(bytes([number]) * 16, 0), "tokens": (token,), "first_position": position, "blocks": blocks,
+        "key": StreamKey(bytes([number]) * 16, 0), "tokens": (token,), "first_position": position, "tables": (blocks,),
         "sampling": SamplingParams(), "output_position": 0, "explain": False, "is_prompt": False,
     }  # fmt: skip
     return Chunk(**(given | changes))

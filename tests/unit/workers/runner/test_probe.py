@@ -1,5 +1,6 @@
 """What does not work over a paged cache is refused at load, also where it would answer nonsense without an error."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ class Meddler:
 
     def __init__(self, inner: Model, meddle) -> None:
         self.inner, self.meddle = inner, meddle
-        self.spec, self.dtype = inner.spec, inner.dtype
+        self.spec, self.dtype, self.state = inner.spec, inner.dtype, inner.state
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:
         return self.inner.forward(*self.meddle(ids_T, positions_T, rows_R, facts))
@@ -44,7 +45,7 @@ def test_a_model_that_counts_positions_itself_is_refused(model: Model) -> None:
 
 def test_a_model_that_writes_to_wrong_blocks_is_refused(model: Model) -> None:
     def meddle(ids: Tensor, positions: Tensor, rows: Tensor, facts: StepFacts):
-        facts.block_of_T = facts.block_of_T.roll(1)
+        facts.tables = tuple(replace(tables, block_of_T=tables.block_of_T.roll(1)) for tables in facts.tables)
         return ids, positions, rows, facts
 
     with pytest.raises(ModelRefused, match="answers differently in a batch"):
