@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import Dtype, KVLayout
+from kv_transfer.layout import Dtype
 from tests.support.decoder_runs import compute_logits
 from tests.support.replay import replay
 from tests.support.tiny_models import save_tiny
@@ -30,7 +30,7 @@ from workers.ops.reference import ReferenceOps
 from workers.ops.select import select_ops
 from workers.ops.weights import AttentionLayer
 from workers.runner.graphs import Capture, CudaCapture, DecodeGraphs
-from workers.runner.kv_cache import PagedKVCache
+from workers.runner.kv_cache import PagedKVCache, plan_layout
 from workers.runner.model_runner import ModelRunner
 
 DEVICE = "cuda"
@@ -119,16 +119,17 @@ def run_tokens(
     decoder: Decoder, ops: Ops, kv: Dtype, capture: Capture | None = None, temperature: float = 0.0
 ) -> list[list[int]]:
     """Tokens of staggered requests through the engine; with `capture` decode steps are recorded."""
-    spec, context = decoder.spec, 256
-    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, BLOCK_TOKENS, kv)
-    cache = PagedKVCache(layout, 200, ops.device, has_scratch=True)
+    context = 256
+    layout = plan_layout(decoder.spec, decoder.state(kv), BLOCK_TOKENS, kv)
+    cache = PagedKVCache(layout, 200 * len(layout.layer_groups), ops.device, has_scratch=True)
     graphs = None
     if capture is not None:
         assert isinstance(ops, CudaOps)
         graphs = DecodeGraphs(decoder, ops, cache, 16, context, capture)
     config = EngineConfig(
-        block_tokens=BLOCK_TOKENS, num_blocks=200, chunk_tokens=64, max_running=16, max_context_tokens=context
-    )
+        block_tokens=BLOCK_TOKENS, num_blocks=cache.num_blocks, chunk_tokens=64, max_running=16,
+        max_context_tokens=context, windows=tuple(group.window for group in layout.layer_groups),
+    )  # fmt: skip
     return replay(ModelRunner(decoder, cache, graphs=graphs), config, make_prompts(), NEW_TOKENS, 2, temperature).tokens
 
 

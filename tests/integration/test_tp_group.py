@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kv_transfer.errors import TransferError
+from kv_transfer.layout import NULL_BLOCK
 from kv_transfer.wire import KeyRing
 from tests.support.oracle import expect
 from tests.support.rank_process import spawn_rank
@@ -146,7 +147,7 @@ def test_a_stranger_is_turned_away(tmp_path: Path) -> None:
 
 
 def chunk(tokens: tuple[int, ...], first: int = 0, sampling: SamplingParams | None = None) -> Chunk:
-    return Chunk(StreamKey(bytes(16), 0), tokens, first, (3, 0, 7), sampling, 4, True, True)
+    return Chunk(StreamKey(bytes(16), 0), tokens, first, ((3, 0, 7), (NULL_BLOCK, 5)), sampling, 4, True, True)
 
 
 def test_a_plan_keeps_what_ranks_need() -> None:
@@ -156,7 +157,7 @@ def test_a_plan_keeps_what_ranks_need() -> None:
     assert isinstance(message, tp_group.Plan)
     found = decode_plan(message)
     for ours, theirs in zip(found.chunks, plan.chunks, strict=True):
-        assert (ours.tokens, ours.first_position, ours.blocks) == (theirs.tokens, theirs.first_position, theirs.blocks)
+        assert (ours.tokens, ours.first_position, ours.tables) == (theirs.tokens, theirs.first_position, theirs.tables)
         assert (ours.sampling is None) == (theirs.sampling is None)
     assert len({found_chunk.key for found_chunk in found.chunks}) == 2
     assert len(payload) < 100

@@ -3,6 +3,7 @@
 Stands in for processes over gloo where a test is about the arithmetic: sums are made in rank order, equal everywhere.
 """
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import KVLayout
 from workers.engine.plan import RunResult, StepPlan
 from workers.model.arch import read_spec
 from workers.model.build import WeightMode, load_decoder
@@ -21,7 +21,7 @@ from workers.model.decoder import Decoder
 from workers.model.sharding import Shard
 from workers.ops.base import Ops
 from workers.runner.batch import make_batch
-from workers.runner.kv_cache import PagedKVCache
+from workers.runner.kv_cache import PagedKVCache, plan_layout
 from workers.sampling.sampler import sample
 
 T = TypeVar("T")
@@ -61,7 +61,9 @@ class ThreadCollective:
 
 
 class RankThreads:
-    """The ranks of a model, each with its part of the weights and of the cache. Implements the engine's `Runner`."""
+    """The ranks of a model, each with its part of the weights and of the cache: `num_blocks` for each state group.
+    Implements the engine's `Runner`.
+    """
 
     def __init__(
         self, folder: Path, mode: WeightMode, make_ops: Callable[[], Ops], num_ranks: int, block_tokens: int,
@@ -76,11 +78,10 @@ class RankThreads:
             shard = Shard(rank, num_ranks)
             parallel = Parallel(shard, ThreadCollective(self.meeting, rank), shard.vocabulary(vocab))
             decoder = load_decoder(folder, mode, make_ops(), parallel=parallel)
-            layout = KVLayout(
-                decoder.spec.num_layers, decoder.num_kv_heads, decoder.spec.head_dim, block_tokens, "fp32"
-            )
+            whole = plan_layout(decoder.spec, decoder.state("fp32"), block_tokens, "fp32")
+            layout = dataclasses.replace(whole, num_kv_heads=decoder.num_kv_heads)
             self.decoders.append(decoder)
-            self.caches.append(PagedKVCache(layout, num_blocks))
+            self.caches.append(PagedKVCache(layout, num_blocks * len(layout.layer_groups)))
 
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None]) -> RunResult:
         batch = make_batch(plan, self.caches[0], on_layer)

@@ -11,6 +11,7 @@ Nothing answers a plan: the collectives keep the ranks in step, and the logits e
 a rank that loses the leader ends its process, and the leader learns of a lost rank at once, through `on_lost`.
 """
 
+import dataclasses
 import logging
 import os
 import socket
@@ -22,7 +23,7 @@ from typing import Annotated, Any
 
 from kv_transfer.codec import Between, Codec, Size
 from kv_transfer.errors import FrameInvalid, PeerLost, TransferError
-from kv_transfer.layout import Dtype, KeyOrder, KVLayout
+from kv_transfer.layout import Dtype, KeyOrder
 from kv_transfer.wire import (
     BlockingConnection,
     KeyRing,
@@ -40,7 +41,7 @@ from workers.ops.select import BackendName, select_ops
 from workers.protocol import SamplingParams, StreamKey, pack_tokens, unpack_tokens
 from workers.replica.gloo_ranks import GlooCollective, join
 from workers.runner.batch import make_batch
-from workers.runner.kv_cache import PagedKVCache
+from workers.runner.kv_cache import PagedKVCache, plan_layout
 from workers.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class RankChunk:
 
     tokens: _Packed
     first_position: Annotated[int, Between(0, 1 << 40)]
-    blocks: _Packed
+    tables: Annotated[tuple[_Packed, ...], Size(1, 64)]
+    """One per state group, see `_pack_table`."""
     is_sampled: bool
 
 
@@ -92,12 +94,15 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 def _encode_chunk(chunk: Chunk) -> RankChunk:
     return RankChunk(
-        pack_tokens(chunk.tokens), chunk.first_position, _pack_table(chunk.blocks), chunk.sampling is not None
+        pack_tokens(chunk.tokens),
+        chunk.first_position,
+        tuple(_pack_table(table) for table in chunk.tables),
+        chunk.sampling is not None,
     )
 
 
 def _pack_table(blocks: tuple[int, ...]) -> bytes:
-    """Block numbers and one more, for 0 to stand where there is no block."""
+    """Block numbers and one more: NULL_BLOCK is -1, and tokens are not negative."""
     return pack_tokens([block + 1 for block in blocks])
 
 
@@ -111,7 +116,7 @@ def _decode_chunk(number: int, chunk: RankChunk) -> Chunk:
         key=StreamKey(number.to_bytes(16, "big"), 0),
         tokens=tuple(unpack_tokens(chunk.tokens)),
         first_position=chunk.first_position,
-        blocks=tuple(block - 1 for block in unpack_tokens(chunk.blocks)),
+        tables=tuple(tuple(block - 1 for block in unpack_tokens(table)) for table in chunk.tables),
         sampling=SamplingParams() if chunk.is_sampled else None,
         output_position=0,
         explain=False,
@@ -157,9 +162,8 @@ def load_rank(config: GroupConfig, rank: int, group: Any) -> RankModel:
         config.folder, config.mode, choice.ops, max_positions=config.max_context_tokens, parallel=parallel
     )
     keys: KeyOrder = "dim_major" if choice.ops.key_is_dim_major else "token_major"
-    layout = KVLayout(
-        spec.num_layers, decoder.num_kv_heads, spec.head_dim, config.block_tokens, config.kv_dtype, keys
-    )  # fmt: skip
+    whole = plan_layout(spec, decoder.state(config.kv_dtype), config.block_tokens, config.kv_dtype, keys)
+    layout = dataclasses.replace(whole, num_kv_heads=decoder.num_kv_heads)
     return RankModel(decoder, PagedKVCache(layout, config.num_blocks, choice.ops.device), choice.reason)
 
 

@@ -91,11 +91,6 @@ def _load_ours(settings: RunnerSettings, progress: Progress) -> Chosen:
     if ops.device.type != "cuda":
         return Chosen(ModelRunner(model, PagedKVCache(layout, settings.num_blocks), draw_rows), choice.reason)
     assert isinstance(ops, CudaOps)
-    if len(layout.layer_groups) > 1:
-        cache = PagedKVCache(layout, settings.num_blocks, ops.device)
-        return Chosen(
-            ModelRunner(model, cache, draw_rows), f"{choice.reason}; no graphs: layers with and without windows"
-        )
     cache = PagedKVCache(layout, settings.num_blocks, ops.device, has_scratch=True)
     graphs = DecodeGraphs(model, ops, cache, settings.max_running, settings.max_context_tokens, CudaCapture())
     return Chosen(ModelRunner(model, cache, draw_rows, graphs), f"{choice.reason}; decode steps as CUDA graphs")

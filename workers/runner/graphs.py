@@ -67,50 +67,58 @@ def choose_size(plan: StepPlan, row_counts: Sequence[int], widths: Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """A step as the host knows it, in the order of `DecodeInputs`."""
+    """A step as the host knows it, in the order of `DecodeInputs`; G state groups."""
 
-    rows_4N: npt.NDArray[np.int64]
-    """Token ids, positions, blocks, slots."""
+    rows_3N: npt.NDArray[np.int64]
+    """Token ids, positions, slots."""
+    blocks_GN: npt.NDArray[np.int64]
     contexts_N: npt.NDArray[np.int32]
-    table_NW: npt.NDArray[np.int32]
+    tables_GNW: npt.NDArray[np.int32]
 
 
 def fill_numbers(plan: StepPlan, size: Size, block_tokens: int, scratch_block: int) -> StepNumbers:
     """The numbers of a step that `choose_size` lets through. Padding: token 0 at position 0 of the scratch block."""
-    rows_4N = np.zeros((4, size.num_rows), np.int64)
-    rows_4N[0], rows_4N[2] = PAD_TOKEN, scratch_block
+    num_groups = len(plan.chunks[0].tables)
+    rows_3N = np.zeros((3, size.num_rows), np.int64)
+    rows_3N[0] = PAD_TOKEN
+    blocks_GN = np.full((num_groups, size.num_rows), scratch_block, np.int64)
     contexts_N = np.ones(size.num_rows, np.int32)
-    table_NW = np.full(size, scratch_block, np.int32)
+    tables_GNW = np.full((num_groups, *size), scratch_block, np.int32)
     for row, chunk in enumerate(plan.chunks):
         position = chunk.first_position
         entry = position // block_tokens
-        (table,) = chunk.tables
-        rows_4N[:, row] = chunk.tokens[0], position, table[entry], position % block_tokens
+        rows_3N[:, row] = chunk.tokens[0], position, position % block_tokens
         contexts_N[row] = position + 1
-        # What a window slid past is never seen: any block does.
-        table_NW[row, : entry + 1] = [scratch_block if b == NULL_BLOCK else b for b in table[: entry + 1]]
-    return StepNumbers(rows_4N, contexts_N, table_NW)
+        for group, table in enumerate(chunk.tables):
+            blocks_GN[group, row] = table[entry]
+            tables_GNW[group, row, : entry + 1] = table[: entry + 1]
+    tables_GNW[tables_GNW == NULL_BLOCK] = scratch_block  # what a window slid past is never seen: any block does
+    return StepNumbers(rows_3N, blocks_GN, contexts_N, tables_GNW)
 
 
 class DecodeInputs:
     """The tensors that one size of graph reads; they never move."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
-        self._rows_4N = torch.zeros((4, size.num_rows), dtype=torch.int64, device=device)
+    def __init__(self, size: Size, num_groups: int, device: torch.device) -> None:
+        self._rows_3N = torch.zeros((3, size.num_rows), dtype=torch.int64, device=device)
+        self._blocks_GN = torch.zeros((num_groups, size.num_rows), dtype=torch.int64, device=device)
         self._contexts_N = torch.ones(size.num_rows, dtype=torch.int32, device=device)
-        self._table_NW = torch.zeros(size, dtype=torch.int32, device=device)
-        self.ids_N, positions_N, block_of_N, slot_of_N = self._rows_4N.unbind()
+        self._tables_GNW = torch.zeros((num_groups, *size), dtype=torch.int32, device=device)
+        self.ids_N, positions_N, slot_of_N = self._rows_3N.unbind()
         self.row_N = torch.arange(size.num_rows, device=device)
         empty_X = torch.empty(0, dtype=torch.int64, device=device)
-        self.tables = DecodeTables(
-            positions_N, block_of_N, slot_of_N, empty_X, (), self._table_NW, self._contexts_N
-        )  # fmt: skip
+        self.tables = tuple(
+            DecodeTables(positions_N, block_of_N, slot_of_N, empty_X, (), table_NW, self._contexts_N)
+            for block_of_N, table_NW in zip(self._blocks_GN, self._tables_GNW, strict=True)
+        )
+        """One per state group."""
 
     def set(self, numbers: StepNumbers) -> None:
         for place, values in (
-            (self._rows_4N, numbers.rows_4N),
+            (self._rows_3N, numbers.rows_3N),
+            (self._blocks_GN, numbers.blocks_GN),
             (self._contexts_N, numbers.contexts_N),
-            (self._table_NW, numbers.table_NW),
+            (self._tables_GNW, numbers.tables_GNW),
         ):
             place.copy_(torch.from_numpy(values))
 
@@ -140,8 +148,7 @@ class DecodeGraphs:
         self, model: GraphModel, ops: GraphOps, cache: PagedKVCache, max_running: int, max_context_tokens: int,
         capture: Capture,
     ) -> None:  # fmt: skip
-        """`cache` has a scratch block and one state group."""
-        assert len(cache.layout.layer_groups) == 1, "a graph reads one block table per request"
+        """`cache` has a scratch block."""
         assert cache.scratch_block is not None, "padding rows write somewhere"
         self._model, self._ops, self._cache, self._capture = model, ops, cache, capture
         self._scratch_block = cache.scratch_block
@@ -160,16 +167,21 @@ class DecodeGraphs:
             return None
         numbers = fill_numbers(plan, size, block_tokens, self._scratch_block)
         known = self._recorded.get(size)
-        inputs = known[0] if known is not None else DecodeInputs(size, self._cache.data.device)
+        inputs = known[0] if known is not None else self._make_inputs(size)
         inputs.set(numbers)
-        self._ops.begin_replay(inputs.tables, numbers.contexts_N.tolist(), block_tokens)
+        contexts = numbers.contexts_N.tolist()
+        for tables in inputs.tables:
+            self._ops.begin_replay(tables, contexts, block_tokens)
         if known is None:
             known = (inputs, self._capture(lambda: self._compute(inputs)))
             self._recorded[size] = known
         return known[1]()[: len(plan.chunks)]
 
+    def _make_inputs(self, size: Size) -> DecodeInputs:
+        return DecodeInputs(size, len(self._cache.layout.layer_groups), self._cache.data.device)
+
     def _compute(self, inputs: DecodeInputs) -> Tensor:
-        facts = StepFacts(self._cache.data, (inputs.tables,), self._cache.layout.places, _ignore_layer)
+        facts = StepFacts(self._cache.data, inputs.tables, self._cache.layout.places, _ignore_layer)
         return self._model.run(inputs.ids_N, inputs.row_N, facts)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer.layout import KVLayout
 from tests.support.oracle import expect
 from tests.support.recording import TraceCapture
 from tests.support.replay import replay
@@ -15,7 +14,7 @@ from workers.engine.config import EngineConfig
 from workers.model.build import WeightMode, load_decoder
 from workers.ops.cuda import CudaOps
 from workers.runner.graphs import DecodeGraphs
-from workers.runner.kv_cache import PagedKVCache
+from workers.runner.kv_cache import PagedKVCache, plan_layout
 from workers.runner.model_runner import ModelRunner
 
 LENGTHS = (1, 15, 16, 33, 60)
@@ -35,11 +34,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def run(folder: Path, prompts: list[tuple[int, ...]], capture: TraceCapture | None, mode: WeightMode = "fp32"):
     ops = CudaOps("cpu")
     decoder = load_decoder(folder, mode, ops)
-    spec = decoder.spec
-    cache = PagedKVCache(KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, 8, "fp32"), 60, has_scratch=True)
+    layout = plan_layout(decoder.spec, decoder.state("fp32"), 8, "fp32")
+    cache = PagedKVCache(layout, 60 * len(layout.layer_groups), has_scratch=True)
     cache.data[:, cache.scratch_block] = torch.nan
     graphs = DecodeGraphs(decoder, ops, cache, 16, 128, capture) if capture else None
-    config = EngineConfig(block_tokens=8, num_blocks=60, chunk_tokens=24, max_running=16, max_context_tokens=128)
+    config = EngineConfig(
+        block_tokens=8, num_blocks=cache.num_blocks, chunk_tokens=24, max_running=16, max_context_tokens=128,
+        windows=tuple(group.window for group in layout.layer_groups),
+    )  # fmt: skip
     tokens = replay(ModelRunner(decoder, cache, graphs=graphs), config, prompts, NEW_TOKENS, 3).tokens
     return tokens, cache
 

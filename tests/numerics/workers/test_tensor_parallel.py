@@ -52,7 +52,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def generate(ranks: RankThreads, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    config = EngineConfig(block_tokens=4, num_blocks=120, chunk_tokens=24, max_running=16, max_context_tokens=128)
+    cache = ranks.caches[0]
+    config = EngineConfig(
+        block_tokens=4, num_blocks=cache.num_blocks, chunk_tokens=24, max_running=16, max_context_tokens=128,
+        windows=tuple(group.window for group in cache.layout.layer_groups),
+    )  # fmt: skip
     try:
         return replay(ranks, config, prompts, NEW_TOKENS, 2).tokens
     finally:

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_transfer.layout import NULL_BLOCK
 from workers.engine.plan import Chunk, StepPlan
 from workers.protocol import SamplingParams, StreamKey
 from workers.runner.graphs import (
@@ -73,14 +74,31 @@ def test_what_is_not_a_decode_step_runs_op_by_op() -> None:
 def test_padding_writes_into_the_scratch_block() -> None:
     plan = StepPlan((chunk(1, 20, (3, 4, 9), token=11), chunk(2, 0, (6,), token=12)))
     numbers = fill_numbers(plan, Size(4, 3), 16, scratch_block=99)
-    assert numbers.rows_4N.tolist() == [[11, 12, 0, 0], [20, 0, 0, 0], [4, 6, 99, 99], [4, 0, 0, 0]]
+    assert numbers.rows_3N.tolist() == [[11, 12, 0, 0], [20, 0, 0, 0], [4, 0, 0, 0]]
+    assert numbers.blocks_GN.tolist() == [[4, 6, 99, 99]]
     assert numbers.contexts_N.tolist() == [21, 1, 1, 1]
-    assert numbers.table_NW.tolist() == [[3, 4, 99], [6, 99, 99], [99, 99, 99], [99, 99, 99]]
+    assert numbers.tables_GNW.tolist() == [[[3, 4, 99], [6, 99, 99], [99, 99, 99], [99, 99, 99]]]
+
+
+def test_each_state_group_has_its_table() -> None:
+    """A window has let go of the first page: an entry that is never seen, whatever it says."""
+    plan = StepPlan((chunk(1, 20, (), tables=((3, 4), (NULL_BLOCK, 8))),))
+    numbers = fill_numbers(plan, Size(2, 2), 16, scratch_block=99)
+    assert numbers.blocks_GN.tolist() == [[4, 99], [8, 99]]
+    assert numbers.tables_GNW.tolist() == [[[3, 4], [99, 99]], [[99, 8], [99, 99]]]
+    inputs = DecodeInputs(Size(2, 2), 2, torch.device("cpu"))
+    inputs.set(numbers)
+    first, second = inputs.tables
+    assert first.table_NW.tolist() == [[3, 4], [99, 99]]
+    assert second.table_NW.tolist() == [[99, 8], [99, 99]]
+    assert first.block_of_T.tolist() == [4, 99]
+    assert second.block_of_T.tolist() == [8, 99]
+    assert first.context_N is second.context_N
 
 
 def test_inputs_keep_their_place() -> None:
-    inputs = DecodeInputs(Size(2, 3), torch.device("cpu"))
-    tables = inputs.tables
+    inputs = DecodeInputs(Size(2, 3), 1, torch.device("cpu"))
+    (tables,) = inputs.tables
     places = [tensor.data_ptr() for tensor in (inputs.ids_N, tables.positions_T, tables.table_NW, tables.context_N)]
     inputs.set(fill_numbers(StepPlan((chunk(1, 20, (3, 4), token=11),)), Size(2, 3), 16, 5))
     assert places == [t.data_ptr() for t in (inputs.ids_N, tables.positions_T, tables.table_NW, tables.context_N)]
