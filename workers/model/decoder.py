@@ -65,8 +65,9 @@ class Decoder:
         return gather(run_blocks(ops, weights, x_TM, rows_R, facts, add))
 
     def state(self, dtype: Dtype) -> tuple[StateSpec, ...]:
-        """One per layer: a layer with a window lets go of what slid out."""
-        return kv_state(self.spec, [layer.attention.window for layer in self.weights.layers], dtype)
+        """One per layer, of this rank's heads: a layer with a window lets go of what slid out."""
+        windows = [layer.attention.window for layer in self.weights.layers]
+        return kv_state(self.num_kv_heads, self.spec.head_dim, windows, dtype)
 
 
 def run_layers(ops: Ops, weights: DecoderWeights, ids_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:

@@ -45,7 +45,7 @@ class TransformersModel:
 
     def state(self, dtype: Dtype) -> tuple[StateSpec, ...]:
         """One per layer. What the classes make of a window shows only as they ask for it, so every layer keeps all."""
-        return kv_state(self.spec, [None] * self.spec.num_layers, dtype)
+        return kv_state(self.spec.num_kv_heads, self.spec.head_dim, [None] * self.spec.num_layers, dtype)
 
     @torch.inference_mode()
     def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:

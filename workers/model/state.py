@@ -4,19 +4,17 @@ from collections.abc import Sequence
 
 from kv_transfer.layout import ELEMENT_BYTES, Dtype
 from workers.engine.state import StateSpec
-from workers.model.arch import DecoderSpec
 
 
-def kv_state(spec: DecoderSpec, windows: Sequence[int | None], dtype: Dtype) -> tuple[StateSpec, ...]:
+def kv_state(num_kv_heads: int, head_dim: int, windows: Sequence[int | None], dtype: Dtype) -> tuple[StateSpec, ...]:
     """K and V of every token in `dtype`, one spec per layer; `windows` as the layers attend."""
-    entry_bytes = spec.kv_bytes_per_token_and_layer(ELEMENT_BYTES[dtype])
     return tuple(
         StateSpec(
             stream="kv",
             kind="append" if window is None else "window",
-            entry_bytes=entry_bytes,
+            entry_bytes=2 * num_kv_heads * head_dim * ELEMENT_BYTES[dtype],
             window=window,
-            tp_shards=spec.num_kv_heads,
+            tp_shards=num_kv_heads,
         )
         for window in windows
     )

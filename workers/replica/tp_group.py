@@ -11,7 +11,6 @@ Nothing answers a plan: the collectives keep the ranks in step, and the logits e
 a rank that loses the leader ends its process, and the leader learns of a lost rank at once, through `on_lost`.
 """
 
-import dataclasses
 import logging
 import os
 import socket
@@ -162,8 +161,7 @@ def load_rank(config: GroupConfig, rank: int, group: Any) -> RankModel:
         config.folder, config.mode, choice.ops, max_positions=config.max_context_tokens, parallel=parallel
     )
     keys: KeyOrder = "dim_major" if choice.ops.key_is_dim_major else "token_major"
-    whole = plan_layout(spec, decoder.state(config.kv_dtype), config.block_tokens, config.kv_dtype, keys)
-    layout = dataclasses.replace(whole, num_kv_heads=decoder.num_kv_heads)
+    layout = plan_layout(spec, decoder.state(config.kv_dtype), config.block_tokens, config.kv_dtype, keys)
     return RankModel(decoder, PagedKVCache(layout, config.num_blocks, choice.ops.device), choice.reason)
 
 

@@ -38,7 +38,7 @@ def plan_layout(
 ) -> KVLayout:
     """The layout of a cache for layers that keep `state`. Raises `ModelRefused` for state that is not served."""
     groups = tuple(LayerGroup(group.layers, group.spec.window) for group in plan_groups(state))
-    return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_tokens, dtype, keys, groups)
+    return KVLayout(spec.num_layers, state[0].tp_shards, spec.head_dim, block_tokens, dtype, keys, groups)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
