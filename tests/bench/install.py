@@ -40,12 +40,13 @@ def install(package: Package, venvs: Path, say: Say) -> Path:
 
 
 def versions(package: Package, venvs: Path) -> dict[str, str]:
-    """What pip lists there."""
+    """What pip lists there, by names as the registry writes them."""
     python = str(venvs / package.name / "bin" / "python")
     listed = subprocess.run(
         [python, "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=False, timeout=120
     ).stdout
-    return dict(line.split("==", 1) for line in listed.splitlines() if "==" in line)
+    pairs = (line.split("==", 1) for line in listed.splitlines() if "==" in line)
+    return {name.replace("_", "-").lower(): version for name, version in pairs}
 
 
 def _run(command: list[str], log: Path, environ: dict[str, str]) -> None:

@@ -28,11 +28,16 @@ def show_ratio(ratio: float | None) -> str:
     return "?" if ratio is None else f"{ratio:.2f}x"
 
 
+def show_change(ratio: float) -> str:
+    return f"{ratio - 1:+.2%}"
+
+
 def target_table(rows: Sequence[dict[str, Any]]) -> str:
     """Every row that has a target, and whether it holds."""
     table = [("what", "value", "against", "ratio", "target", "holds")]
     for row in rows:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
+        show_it = show_change if row["against"] == "fp32" else show_ratio
+        ratio = "" if row["ratio"] is None else show_it(row["ratio"])
         holds = "yes" if row["holds"] else "**no**"
         table.append((row["name"], f"{show(row['value'])} {row['unit']}", row["against"], ratio, row["target"], holds))
     return markdown(table)
