@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.bench.compared import READY_S
 from tests.bench.engines import ROOT, RUNNERS
-from tests.bench.process import EngineProcess
+from tests.bench.process import EngineProcess, take_precedence
 from tests.bench.rounds import Place
 from tests.bench.rows import Row
 from tests.support.real_server import RealServer
@@ -30,7 +30,7 @@ def measure_ready(
     whole: list[float] = []
     for _ in range(min(rounds, MAX_STARTS)):
         bare.append(_start_without_ray(folder, place))
-        whole.append(_start_serve())
+        whole.append(_start_serve(place))
         say(f"first answer after {bare[-1]:.1f} s without Ray, {whole[-1]:.1f} s by baton serve")
     rows = [
         _row("front door and two workers without Ray, start to first answer", bare, f"<= {READY_S:g} s"),
@@ -49,6 +49,8 @@ def _start_without_ray(folder: Path, place: Place) -> float:
     place.logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-u", str(RUNNERS / "run_without_ray.py")]
     with EngineProcess(command, {"PYTHONPATH": f"{RUNNERS}:{ROOT}"}, place.logs / "without-ray.log") as process:
+        if place.has_precedence:
+            process.take_precedence()
         process.ask("load", LIMIT_S, model=str(folder))
         process.ask("answer", LIMIT_S)
         took = time.monotonic() - process.spawned_at
@@ -56,9 +58,11 @@ def _start_without_ray(folder: Path, place: Place) -> float:
     return took
 
 
-def _start_serve() -> float:
+def _start_serve(place: Place) -> float:
     started = time.monotonic()
     server = RealServer()
+    if place.has_precedence:
+        take_precedence(server.process.pid)
     try:
         answered = wait_for("a first answer", lambda: _ask(server.port), LIMIT_S)
         assert isinstance(answered, float)
