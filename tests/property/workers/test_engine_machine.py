@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kv_transfer.layout import NULL_BLOCK
 from tests.support.fake_model import VOCAB, FakeRunner, continue_text
 from tests.support.state_machines import run_steps
 from workers.engine.config import EngineConfig
@@ -18,10 +19,15 @@ from workers.engine.request import Request
 from workers.protocol import SamplingParams, StreamKey
 
 BUDGET_MS = 8.0
-CONFIG = EngineConfig(
-    block_tokens=4, num_blocks=14, chunk_tokens=6, max_running=5, max_context_tokens=40, min_chunk_tokens=2,
-    step_budget_ms=BUDGET_MS,
-)  # fmt: skip
+
+
+def make_config(windows: tuple[int | None, ...], num_blocks: int) -> EngineConfig:
+    return EngineConfig(
+        block_tokens=4, num_blocks=num_blocks, chunk_tokens=6, max_running=5, max_context_tokens=40, min_chunk_tokens=2,
+        step_budget_ms=BUDGET_MS, windows=windows,
+    )  # fmt: skip
+
+
 COSTS = CostTable(
     decodes=BrokenLine(((1, 1.0),)), prompt=BrokenLine(((1, 1.0),)), ms_per_decode_context=0.0, ms_per_pair=0.02
 )
@@ -39,12 +45,14 @@ class Expected:
 
 
 class EngineMachine(RuleBasedStateMachine):
+    config = make_config((None,), 14)
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.runner = FakeRunner(CONFIG.block_tokens)
+        self.runner = FakeRunner(4, windows=self.config.windows)
         self.costs = MeasuredCosts(COSTS)
-        self.engine = Engine(CONFIG, self.runner, costs=self.costs)
+        self.engine = Engine(self.config, self.runner, costs=self.costs)
         self.live: dict[StreamKey, Expected] = {}
         self.quarantined: set[int] = set()
         self.count = 0
@@ -54,11 +62,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 30), emitted=st.integers(0, 5), max_tokens=st.integers(1, 30), spare=st.integers(0, 2),
         holds=st.booleans(), stop=st.sets(st.integers(0, VOCAB - 1), max_size=6), keep=st.integers(0, 3),
-        text=st.sampled_from(TEXTS), fork=st.integers(0, 60), standing=st.tuples(st.booleans(), st.integers(-2, 2)),
+        text=st.sampled_from(TEXTS), fork=st.integers(0, 60),
+        standing=st.tuples(st.booleans(), st.integers(-2, 2), st.booleans()),
     )  # fmt: skip
     def reserve(
         self, length: int, emitted: int, max_tokens: int, spare: int, holds: bool, stop: set[int], keep: int,
-        text: list[int], fork: int, standing: tuple[bool, int],
+        text: list[int], fork: int, standing: tuple[bool, int, bool],
     ) -> None:  # fmt: skip
         self.count += 1
         emitted = min(emitted, max_tokens - 1)
@@ -66,15 +75,16 @@ class EngineMachine(RuleBasedStateMachine):
         request = Request(
             key=StreamKey(self.count.to_bytes(16, "big"), 1), known=list(known), num_prompt=length, num_emitted=emitted,
             sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop)), hold_after_prompt=holds,
-            arrival=self.now, tenant=b"a" * standing[0], priority=standing[1],
+            arrival=self.now, tenant=b"a" * standing[0], priority=standing[1], adopts=standing[2],
         )  # fmt: skip
-        num_blocks, pool = CONFIG.pages_for(len(known)) + spare, self.engine.pool
+        num_pages, pool = self.config.pages_for(len(known)) + spare, self.engine.pool
         found = self.engine.find_prefix(request) // 4
         held = pool.count_unreferenced(self.engine.prefixes.tables(request.names, found)[0])
         free, waits, cached = pool.num_available, self.engine.count("preempted"), pool.num_cached
-        accepted = self.engine.reserve(request, num_blocks, keep)
-        has_room = free - held >= num_blocks - found + keep
-        assert accepted == (not waits and self.engine.num_open - accepted < 5 and has_room)
+        accepted = self.engine.reserve(request, num_pages, keep)
+        has_room = free - held >= num_pages - found + keep
+        may_enter = not waits and self.engine.num_open - accepted < 5 and has_room
+        assert accepted == may_enter or (not accepted and len(self.config.windows) > 1), "windows want room, too"
         if accepted:
             assert request.computed == request.num_cached == 4 * found < len(known)
             self.live[request.key] = Expected(request, self._answer(request), emitted)
@@ -82,15 +92,15 @@ class EngineMachine(RuleBasedStateMachine):
             assert (request.status, request.tables, pool.num_available) == ("new", [], free)
             assert pool.num_cached == cached
 
-    @precondition(lambda self: self.of("reserved"))
+    @precondition(lambda self: self.reserved(adopts=False))
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.engine.start(data.draw(st.sampled_from(self.of("reserved"))))
+        self.engine.start(data.draw(st.sampled_from(self.reserved(adopts=False))))
 
-    @precondition(lambda self: self.of("reserved"))
+    @precondition(lambda self: self.reserved(adopts=True))
     @rule(data=st.data())
     def adopt(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(self.of("reserved")))
+        key = data.draw(st.sampled_from(self.reserved(adopts=True)))
         request = self.live[key].request
         self.runner.fill(request.tables, request.known, request.computed)
         self.engine.adopt(key, continue_text(request.known, 1)[0])
@@ -100,8 +110,9 @@ class EngineMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.live)))
         request = self.live.pop(key).request
-        window = request.tables[0][request.computed // 4 :] if request.status == "reserved" else []
-        written = [block for block in window if data.draw(st.booleans())]
+        tables = request.tables if request.status == "reserved" else []
+        own = [block for table in tables for block in table[request.computed // 4 :] if block != NULL_BLOCK]
+        written = [block for block in own if data.draw(st.booleans())]
         self.engine.release(key, written)
         self.engine.release(key)
         self.quarantined |= set(written)
@@ -144,8 +155,8 @@ class EngineMachine(RuleBasedStateMachine):
                 shape.add_prompt(len(chunk.tokens), chunk.first_position)
             else:
                 shape.add_decode(chunk.first_position)
-        assert shape.prompt_tokens <= CONFIG.chunk_tokens
-        is_least = len(prompts) == 1 and shape.prompt_tokens <= CONFIG.min_chunk_tokens
+        assert shape.prompt_tokens <= self.config.chunk_tokens
+        is_least = len(prompts) == 1 and shape.prompt_tokens <= self.config.min_chunk_tokens
         assert not prompts or is_least or costs.predict(shape) <= BUDGET_MS + 1e-9
 
     # --- what must hold -----------------------------------------------------------------------------------------------
@@ -155,11 +166,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_integrity()
         pool = self.engine.pool
         assert pool.num_quarantined == len(self.quarantined)
-        assert pool.num_free + pool.num_used + pool.num_cached + pool.num_quarantined == CONFIG.num_blocks
+        assert pool.num_free + pool.num_used + pool.num_cached + pool.num_quarantined == self.config.num_blocks
 
     def teardown(self) -> None:
         """Whatever happened, what is left finishes in bounded steps once transfers end, and every block comes back."""
         self.engine.prove(sorted(self.quarantined))
+        for key in self.reserved(adopts=True):
+            self.engine.release(key)
+            del self.live[key]
         for key in self.of("reserved"):
             self.engine.start(key)
         bound = 40 * sum(len(e.tokens) + len(e.request.known) for e in self.live.values()) + 10
@@ -172,13 +186,18 @@ class EngineMachine(RuleBasedStateMachine):
             self._check(self.engine.step())
             self.now += 0.01
         assert self.live == {}, "a request starved"
-        assert self.engine.pool.num_available == CONFIG.num_blocks
+        assert self.engine.pool.num_available == self.config.num_blocks
+
+    def reserved(self, *, adopts: bool) -> list[StreamKey]:
+        return [key for key in self.of("reserved") if self.live[key].request.adopts == adopts]
 
     def of(self, status: str) -> list[StreamKey]:
         return sorted(key for key, expected in self.live.items() if expected.request.status == status)
 
     def _answer(self, request: Request) -> list[int]:
-        limit = min(request.sampling.max_tokens - request.num_emitted, CONFIG.max_context_tokens - len(request.known))
+        limit = min(
+            request.sampling.max_tokens - request.num_emitted, self.config.max_context_tokens - len(request.known)
+        )
         tokens = continue_text(request.known, 1 if request.hold_after_prompt else limit)
         stops = [i for i, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
         return tokens[: stops[0] + 1] if stops else tokens
@@ -199,6 +218,15 @@ class EngineMachine(RuleBasedStateMachine):
             assert finished.reason == ("stop" if is_stop else "length")
 
 
+class WindowedMachine(EngineMachine):
+    config = make_config((None, 6), 20)
+
+
+class ManyWindowsMachine(EngineMachine):
+    config = make_config((9, None, 3), 26)
+
+
 @pytest.mark.timeout(1800)
-def test_engine(is_full: bool) -> None:
-    run_steps(EngineMachine, is_full, 60)
+@pytest.mark.parametrize("machine", [EngineMachine, WindowedMachine, ManyWindowsMachine])
+def test_engine(machine: type[EngineMachine], is_full: bool) -> None:
+    run_steps(machine, is_full, 60)
