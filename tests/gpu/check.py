@@ -48,7 +48,7 @@ STEPS = (
     Step("prefill and decode through CUDA IPC, token for token", ""),
     Step("NCCL: a two-rank lane", "", num_gpus=2),
     Step("NCCL: SIGKILL of one side, aborted in under 1 s", "", num_gpus=2),
-    Step("tensor parallel 2: tokens of one GPU", "", num_gpus=2),
+    Step("tensor parallel 2: tokens of one GPU", "check_tensor_parallel", num_gpus=2),
 )
 
 

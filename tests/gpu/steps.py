@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from kv_transfer.layout import Dtype
+from kv_transfer.wire import KeyRing
 from tests.support.decoder_runs import compute_logits
+from tests.support.rank_process import spawn_rank
 from tests.support.replay import replay
 from tests.support.tiny_models import save_tiny
 from workers.engine.config import EngineConfig
@@ -29,6 +31,8 @@ from workers.ops.cuda_attention import find_fault
 from workers.ops.reference import ReferenceOps
 from workers.ops.select import select_ops
 from workers.ops.weights import AttentionLayer
+from workers.replica.rank_collectives import NCCL_ID_KEY
+from workers.replica.tp_group import GroupConfig, GroupLeader, GroupRunner
 from workers.runner.graphs import Capture, CudaCapture, DecodeGraphs
 from workers.runner.kv_cache import PagedKVCache, plan_layout
 from workers.runner.model_runner import ModelRunner
@@ -208,15 +212,20 @@ def check_draws() -> str:
 
 
 def check_nccl_alone() -> str:
-    """A communicator of one rank over a store of our own; a grouped send and receive on it; aborted by a thread."""
+    """A communicator of one rank over a store of our own, which holds what a relay carries; a grouped send and receive
+    on it; aborted by a thread.
+    """
     c10d: Any = torch.distributed
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     free_before = torch.cuda.mem_get_info()[0]
     options = c10d.ProcessGroupNCCL.Options()
     options.config.max_ctas = 4
-    started = time.perf_counter()
-    group = c10d.ProcessGroupNCCL(c10d.HashStore(), 0, 1, options)
+    started, store = time.perf_counter(), c10d.HashStore()
+    group = c10d.ProcessGroupNCCL(store, 0, 1, options)
+    group.eager_connect_single_device(device)
+    assert store.check([NCCL_ID_KEY]), f"no id under {NCCL_ID_KEY!r}: a relay of the store would carry nothing"
+    id_bytes = len(store.get(NCCL_ID_KEY))
     sent = torch.arange(1 << 20, dtype=torch.float32, device=device)
     received = torch.zeros_like(sent)
     group._group_start()
@@ -234,7 +243,42 @@ def check_nccl_alone() -> str:
     aborting.join(10)
     assert not aborting.is_alive(), "abort has not returned after 10 s"
     took_ms = (time.perf_counter() - started) * 1000
-    return f"open and 4 MiB in {opened_s * 1000:.0f} ms, {held_mib:.0f} MiB held, aborted in {took_ms:.0f} ms"
+    return (
+        f"id of {id_bytes} bytes, open and 4 MiB in {opened_s * 1000:.0f} ms, {held_mib:.0f} MiB held,"
+        f" aborted in {took_ms:.0f} ms"
+    )
+
+
+def check_tensor_parallel() -> str:
+    """Two ranks as processes against one, through the engine."""
+
+    def check(name: str, folder: Path) -> str:
+        secret = folder / "secret"
+        KeyRing.write_new(secret)
+        config = GroupConfig(
+            folder=folder, mode="fp32", kv_dtype="fp32", block_tokens=BLOCK_TOKENS, num_blocks=400,
+            max_context_tokens=256, backend="cuda" if DEVICE == "cuda" else "reference", num_threads=1, num_ranks=2,
+            host="127.0.0.1", secret_path=secret,
+        )  # fmt: skip
+        leader = GroupLeader(config, lambda rank: None)
+        process = spawn_rank(config, 1, leader.port)
+        try:
+            model = leader.start()
+            runner = GroupRunner(leader, ModelRunner(model.decoder, model.cache))
+            windows = tuple(group.window for group in model.cache.layout.layer_groups)
+            engine = EngineConfig(
+                block_tokens=BLOCK_TOKENS, num_blocks=400, chunk_tokens=64, max_running=16, max_context_tokens=256,
+                windows=windows,
+            )  # fmt: skip
+            found = replay(runner, engine, make_prompts(), NEW_TOKENS, 2).tokens
+        finally:
+            leader.close()
+            process.wait(20)
+        ops = make_ops()
+        assert found == run_tokens(load_decoder(folder, "fp32", ops), ops, "fp32"), f"{name}: other tokens"
+        return "equal"
+
+    return on_models(check)
 
 
 LARGE = {

@@ -84,6 +84,11 @@ def test_the_steps_run_on_a_cpu(on_cpu: None, name: str) -> None:
     assert "gpt-oss" in detail
 
 
+def test_the_step_of_two_ranks_runs_on_a_cpu(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MODELS", {"llama": steps.MODELS["llama"]})
+    assert steps.check_tensor_parallel() == "llama equal"
+
+
 def test_the_times_are_told(on_cpu: None) -> None:
     small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 211}  # fmt: skip

@@ -2,7 +2,7 @@
 
     leader                                     rank r > 0
                                             <- dials, says its rank (handshake of `kv_transfer/wire.py`)
-                                            <- ADDRESS: where gloo finds it
+                                            <- ADDRESS: where gloo finds it, or the id of NCCL
     ADDRESSES of all ranks                  ->
                                             <- READY once its part of the weights is loaded and proven to run
     PLAN before each of its own steps       ->    the same forward pass, joined by the collectives in it
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+
+import torch
 
 from kv_transfer.codec import Between, Codec, Size
 from kv_transfer.errors import FrameInvalid, PeerLost, TransferError
@@ -38,7 +40,7 @@ from workers.model.decoder import Decoder
 from workers.model.sharding import Shard
 from workers.ops.select import BackendName, select_ops
 from workers.protocol import SamplingParams, StreamKey, pack_tokens, unpack_tokens
-from workers.replica.gloo_ranks import GlooCollective, join
+from workers.replica.rank_collectives import GroupCollective, join_gloo, join_nccl
 from workers.runner.batch import make_batch
 from workers.runner.kv_cache import PagedKVCache, plan_layout
 from workers.runner.model_runner import ModelRunner
@@ -55,12 +57,12 @@ _Packed = Annotated[bytes, Size(0, MAX_FRAME_BYTES)]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    gloo: Annotated[bytes, Size(1, 4096)]
+    address: Annotated[bytes, Size(1, 4096)]
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    gloo: Annotated[tuple[Annotated[bytes, Size(1, 4096)], ...], Size(2, MAX_RANKS)]
+    addresses: Annotated[tuple[Annotated[bytes, Size(1, 4096)], ...], Size(2, MAX_RANKS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,18 @@ class RankModel:
     how: str
 
 
-def load_rank(config: GroupConfig, rank: int, group: Any) -> RankModel:
-    """Raises what `load_decoder` and `select_ops` raise."""
+def load_rank(config: GroupConfig, rank: int, exchange: Callable[[bytes], tuple[bytes, ...]]) -> RankModel:
+    """Joins the group and loads this rank's part. Raises `PeerLost` and what `load_decoder` and `select_ops` raise."""
+    group: Any
+    if config.backend == "cuda":
+        if torch.cuda.is_available():  # where a rank sees one GPU alone, that is its own
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        group = join_nccl(rank, config.num_ranks, exchange)
+    else:
+        group = join_gloo(rank, config.num_ranks, config.host, exchange)
     choice = select_ops(config.backend, config.num_threads, config.block_tokens)
     spec, shard = read_spec(config.folder), Shard(rank, config.num_ranks)
-    collective = GlooCollective(group, rank, config.num_ranks, spec.vocab_size)
+    collective = GroupCollective(group, rank, config.num_ranks, spec.vocab_size)
     parallel = Parallel(shard, collective, shard.vocabulary(spec.vocab_size))
     decoder = load_decoder(
         config.folder, config.mode, choice.ops, max_positions=config.max_context_tokens, parallel=parallel
@@ -185,7 +194,7 @@ class GroupLeader:
         while len(self._ranks) < config.num_ranks - 1:
             self._accept()
         self._listener.close()
-        model = load_rank(config, 0, join(0, config.num_ranks, config.host, self._exchange))
+        model = load_rank(config, 0, self._exchange)
         for rank, connection in self._ranks.items():
             message = _CODEC.decode(connection.receive(START_TIMEOUT_S))
             if not isinstance(message, RankReady):
@@ -235,7 +244,7 @@ class GroupLeader:
             message = _CODEC.decode(connection.receive(START_TIMEOUT_S))
             if not isinstance(message, Address):
                 raise FrameInvalid(f"rank {rank} says {type(message).__name__} instead of its address")
-            addresses[rank] = message.gloo
+            addresses[rank] = message.address
         ordered = tuple(addresses[rank] for rank in range(self._config.num_ranks))
         for connection in self._ranks.values():
             connection.send(_CODEC.encode(Addresses(ordered)))
@@ -278,9 +287,9 @@ def run_rank(config: GroupConfig, rank: int, port: int) -> None:
         message = _CODEC.decode(connection.receive(START_TIMEOUT_S))
         if not isinstance(message, Addresses):
             raise FrameInvalid(f"the leader says {type(message).__name__} instead of the addresses")
-        return message.gloo
+        return message.addresses
 
-    model = load_rank(config, rank, join(rank, config.num_ranks, config.host, exchange))
+    model = load_rank(config, rank, exchange)
     connection.send(_CODEC.encode(RankReady()))
     try:
         while True:
