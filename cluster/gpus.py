@@ -1,8 +1,9 @@
 """The NVIDIA GPUs of this machine and whether our torch can use them, without importing torch."""
 
 import importlib.metadata
+import importlib.util
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 TIMEOUT_S = 10.0
@@ -15,6 +16,8 @@ class Gpus:
     """Of each GPU that can be used."""
     fault: str = "no NVIDIA GPU was looked for"
     """Why there is none; empty where there is."""
+    attention: str = "gather + SDPA"
+    """What attends over the paged cache there, as far as installed packages tell."""
 
 
 NO_GPUS = Gpus()
@@ -31,7 +34,18 @@ def find_gpus() -> Gpus:
         return Gpus(fault="no NVIDIA GPU: nvidia-smi is not installed")
     except (OSError, subprocess.TimeoutExpired) as error:
         return Gpus(fault=f"nvidia-smi did not answer: {type(error).__name__}")
-    return parse_answer(answer.returncode, answer.stdout)
+    return replace(parse_answer(answer.returncode, answer.stdout), attention=describe_attention())
+
+
+def describe_attention() -> str:
+    """By the order in which `workers/ops/select.py` tries; a worker's log says what it took in the end, and why."""
+    packages = {"flash_attn_interface": "flash-attn 3", "flashinfer": "FlashInfer"}
+    for module, name in packages.items():
+        if importlib.util.find_spec(module) is not None:
+            return f"{name}, gather + SDPA for what it lacks"
+    if importlib.util.find_spec("flash_attn") is not None:
+        return "flash-attn 2 with blocks of 256 tokens, otherwise gather + SDPA"
+    return "gather + SDPA (flashinfer and flash-attn are not installed)"
 
 
 def parse_answer(status: int, text: str) -> Gpus:

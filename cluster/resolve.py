@@ -136,7 +136,7 @@ def _choose_backend(device: str, machine: Machine, decoder_fault: str) -> tuple[
     if decoder_fault:
         return "transformers", f"our decoder does not know this model: {decoder_fault}"
     if device == "cuda":
-        return "cuda", "our decoder over cuBLAS, paged attention and CUDA graphs"
+        return "cuda", f"our decoder over cuBLAS, decode steps as CUDA graphs; attention: {machine.gpus.attention}"
     if machine.native_fault:
         return "reference", f"our decoder in plain torch; no native kernels: {machine.native_fault}"
     return "native", "our decoder over C++ kernels, one call a step"

@@ -155,17 +155,18 @@ class KVSender:
             if sending is None or not sending.transfer.takes_units:
                 return
             index = sending.transfer.add_unit(*part)
-        buffer = as_bytes(gather_unit(self._cache, tables, *part, dtype=sending.dtype))
+        unit = gather_unit(self._cache, tables, *part, dtype=sending.dtype)
+        buffer = as_bytes(unit.cpu())  # of a cache on a GPU: what travels lies in host memory
         if buffer.numel() > MAX_UNIT_BYTES:
             raise ValueError(
                 f"a unit of {buffer.numel()} bytes is over the limit of {MAX_UNIT_BYTES}: push fewer layers"
             )
-        unit = _QueuedUnit(sending, index, part, buffer, now_us())
+        queued = _QueuedUnit(sending, index, part, buffer, now_us())
         with self._lock:
             if sending.transfer.is_granted:
-                self._release(sending, [unit])
+                self._release(sending, [queued])
             elif sending.transfer.takes_units:
-                sending.queued.append(unit)
+                sending.queued.append(queued)
 
     def finish(self, key: tuple[bytes, int], meta: bytes) -> None:
         """FIN with `meta` goes out once every unit is sent. A transfer that is over swallows it. Raises ValueError."""

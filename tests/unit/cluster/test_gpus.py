@@ -1,4 +1,5 @@
 import importlib.metadata
+import importlib.util
 import subprocess
 
 import pytest
@@ -25,6 +26,20 @@ def test_no_gpu_and_why(status: int, text: str, fault: str) -> None:
     found = parse_answer(status, text)
     assert found.memory_bytes == ()
     assert fault in found.fault
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ("flash_attn_interface", "flash-attn 3, gather + SDPA for what it lacks"),
+        ("flashinfer", "FlashInfer, gather + SDPA for what it lacks"),
+        ("flash_attn", "flash-attn 2 with blocks of 256 tokens, otherwise gather + SDPA"),
+        ("", "gather + SDPA (flashinfer and flash-attn are not installed)"),
+    ],
+)
+def test_what_attends(monkeypatch: pytest.MonkeyPatch, installed: str, said: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == installed else None)
+    assert gpus.describe_attention() == said
 
 
 def test_a_torch_for_the_cpu_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ def test_a_gpu_is_used_where_one_is():
     assert (worker.block_tokens, worker.chunk_tokens) == (16, 2048)
     why = {setting.key: setting.reason for setting in settings}
     assert why["worker.device"] == "auto: 1 NVIDIA GPU(s)"
+    assert why["worker.backend"].endswith("attention: gather + SDPA")
     assert "at most 1/4 of 140 GiB" in why["worker.num_blocks"]
     assert worker.num_blocks == 64 * 512  # max_running full contexts are less than the share
 
