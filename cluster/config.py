@@ -32,6 +32,14 @@ class SamplingDefaults(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
 
 
+class QualityFigures(StrictModel):
+    """What a precision costs, against fp32 on the fixed texts of docs/models.md."""
+
+    kl: Annotated[float, Field(ge=0, strict=False)]
+    """Nats a token."""
+    perplexity_percent: Annotated[float, Field(strict=False)]
+
+
 class ModelConfig(StrictModel):
     """`configs/models/NAME.yaml`."""
 
@@ -42,6 +50,8 @@ class ModelConfig(StrictModel):
     path: str | None = None
     """A local folder with config.json and safetensors; instead of `source`."""
     sampling: SamplingDefaults = SamplingDefaults()
+    quality: dict[str, QualityFigures] = Field(default_factory=dict)
+    """By "weights/KV", as `make bench-engine` measured."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelConfig":

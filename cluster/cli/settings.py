@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster import env
+from cluster.cli.footprint import describe_footprint, read_facts
 from cluster.config import ClusterConfig, ModelConfig, find_config, load_cluster
 from cluster.model_store import find_model, model_folder
 from cluster.plan import make_plan, this_machine
@@ -88,4 +89,10 @@ def check_file(name: str) -> int:
     model = validate(read_yaml(model_file), ModelConfig)
     resolve_settings(config, model)
     print(f"{name}: ok, {config.description or 'a cluster'}; model {model.id} ({model_file})")
+    folder = find_model(model, env.cache_dir())
+    if folder is None:
+        print("What it takes of memory is told once the model is here: `baton fetch` brings it.")
+        return 0
+    plan = make_plan(config, model, folder, this_machine())
+    print("\n".join(["", *describe_footprint(plan, read_facts(plan))]))
     return 0

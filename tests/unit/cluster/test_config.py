@@ -106,3 +106,19 @@ def test_validate_says_ok_and_fails_with_the_fault(tmp_path, capsys):
 def test_validate_takes_a_model_file(capsys):
     assert main(["validate", str(configs_dir() / "models" / "smollm2-135m.yaml")]) == 0
     assert "model smollm2-135m" in capsys.readouterr().out
+
+
+def test_validate_tells_what_fits(smollm2, capsys):
+    """The numbers of the shipped model, and one line per precision."""
+    assert main(["validate", str(configs_dir() / "clusters" / "laptop.yaml")]) == 0
+    shown = capsys.readouterr().out
+    assert "134,515,008 numbers: 513 MiB in fp32, 257 MiB in bf16" in shown
+    assert "30 layers with full attention: 768 bytes a token and layer in bf16, 22.5 KiB a token" in shown or (
+        "1,536 bytes a token and layer in fp32" in shown
+    )
+    rows = [line.split() for line in shown.splitlines() if "KiB" in line and line.startswith("  ")]
+    assert [row[:2] for row in rows] == [
+        ["fp32", "fp32"], ["fp32", "bf16"], ["bf16", "bf16"], ["int8", "bf16"], ["q4", "bf16"], ["q4", "fp32"],
+    ]  # fmt: skip
+    fits = {tuple(row[:2]): int(row[4].replace(",", "")) for row in rows}
+    assert fits["q4", "bf16"] > fits["int8", "bf16"] > fits["fp32", "bf16"] > fits["fp32", "fp32"]
