@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.oracle import expect
+from tests.support.oracle import expect, make_prompts
 from tests.support.rank_threads import RankThreads
 from tests.support.replay import replay
 from tests.support.tiny_models import save_tiny
@@ -83,6 +83,16 @@ def test_other_backends_in_a_group(case, backend: str) -> None:
     except BackendUnavailable as error:
         pytest.skip(str(error))
     assert generate(ranks, prompts) == answers
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_smollm2(smollm2: Path, num_ranks: int) -> None:
+    """Nine heads over three KV heads: no part is even."""
+    torch.set_num_threads(1)
+    prompts = make_prompts(smollm2, (9, 40))
+    answers = [list(expect(smollm2, prompt, NEW_TOKENS).tokens) for prompt in prompts]
+    assert generate(RankThreads(smollm2, "fp32", ReferenceOps, num_ranks, 4, 120), prompts) == answers
 
 
 def grid_values(decoder: Decoder) -> list[torch.Tensor]:
