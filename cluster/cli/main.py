@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from cluster.cli import chat, explain, fetch, scale, serve, settings, status
 from cluster.cli.client import ServerUnreachable
+from cluster.hub import ModelUnavailable
 from cluster.local_ray import DeploymentFailed
-from cluster.model_store import ModelUnavailable
 from cluster.ports import PortTaken
 from cluster.yaml_source import ConfigError
 from workers.errors import ModelDamaged, ModelRefused

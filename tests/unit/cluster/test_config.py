@@ -90,7 +90,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_a_model_has_one_origin(tmp_path):
-    with pytest.raises(ConfigError, match="either `source` or `path`"):
+    with pytest.raises(ConfigError, match="give one of `source`, `path` and `hub`"):
         load_yaml(write(tmp_path, "id: mine\n"), ModelConfig)
 
 

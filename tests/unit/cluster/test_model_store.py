@@ -7,9 +7,11 @@ import zipfile
 import pytest
 
 from cluster import model_store
-from cluster.config import ModelConfig, ModelSource
-from cluster.model_store import ModelUnavailable, ensure_model, find_model, model_folder
+from cluster.config import HubSource, ModelConfig, ModelSource
+from cluster.hub import ModelUnavailable
+from cluster.model_store import ensure_model, find_model, model_folder
 from cluster.yaml_source import ConfigError
+from tests.support.fake_hub import FakeHub
 
 GGUF = b"GGUF stands for the weights" * 1000
 
@@ -120,3 +122,52 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path):
         ensure_model(model, tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert find_model(model, tmp_path / "cache") == tmp_path
+
+
+@pytest.fixture
+def repository(tmp_path):
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(GGUF)
+    (folder / "tokenizer.json").write_text("{}")
+    for unwanted in ("modeling_evil.py", "pytorch_model.bin", "model.gguf"):
+        (folder / unwanted).write_bytes(b"no")
+    return folder
+
+
+def test_a_repository_of_the_hub_is_downloaded_once_and_without_code(tmp_path, repository):
+    with FakeHub("org/tiny", repository) as hub:
+        model = ModelConfig(id="tiny", hub=HubSource(repo="org/tiny", endpoint=hub.url))
+        told = []
+        folder = ensure_model(model, tmp_path, lambda stage, done: told.append(stage))
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert (folder / "model.safetensors").read_bytes() == GGUF
+        assert sorted(hub.downloads) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert told == ["downloading org/tiny@main from the hub"]
+    assert ensure_model(model, tmp_path) == folder, "offline afterwards"
+    assert leftovers(tmp_path) == [folder.name]
+
+
+def test_what_the_hub_does_not_have_is_told(tmp_path, repository):
+    with FakeHub("org/tiny", repository) as hub:
+        for repo in ("org/other", "org/tiny"):
+            (repository / "model.safetensors").unlink(missing_ok=True)
+            model = ModelConfig(id="tiny", hub=HubSource(repo=repo, endpoint=hub.url))
+            with pytest.raises(ModelUnavailable, match=f"{repo}@main"):
+                ensure_model(model, tmp_path)
+            assert leftovers(tmp_path) == []
+
+
+def test_a_gguf_file_of_ones_own_is_converted_once_and_again_when_it_changes(tmp_path, index):
+    own = tmp_path / "mine.gguf"
+    own.write_bytes(GGUF)
+    model = ModelConfig(id="mine", path=str(own))
+    folder = ensure_model(model, tmp_path)
+    assert (folder / "model.safetensors").read_bytes() == GGUF
+    assert ensure_model(model, tmp_path) == folder
+    own.write_bytes(GGUF + b"more")
+    assert ensure_model(model, tmp_path) != folder
+    with pytest.raises(ConfigError, match="no such file"):
+        ensure_model(ModelConfig(id="mine", path=str(tmp_path / "absent.gguf")), tmp_path)
+    assert index.num_calls == 0
