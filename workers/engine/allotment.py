@@ -64,7 +64,7 @@ class Allotment:
         held = sum(self.pool.count_unreferenced(tables[group]) for group in self._whole)
         needed = held + len(self._whole) * (num_pages - num_shared)
         if self._sliding:
-            needed += self._promise(request, num_pages, num_shared * self._config.block_tokens)
+            needed += self._promise(request, num_pages, self._seen_from(request, num_shared))
         return self.num_available - needed >= keep_free
 
     def give(self, request: Request, num_pages: int) -> None:
@@ -84,7 +84,7 @@ class Allotment:
 
     def _give_sliding(self, request: Request, tables: list[list[int]]) -> None:
         """Shares what the next computed token sees; for a request that adopts gives what its first decode step sees."""
-        seen_from = len(request.known) if request.adopts else request.computed
+        seen_from = self._seen_from(request, request.num_entered)
         self._promise_anew(request, seen_from)
         before = self.pool.num_used
         for group, window in self._sliding:
@@ -96,6 +96,10 @@ class Allotment:
         if request.adopts:
             request.tables = tables
             self._extend(request, self._config.pages_for(len(request.known)))
+
+    def _seen_from(self, request: Request, num_shared: int) -> int:
+        """The token that is computed first, through the windows of which blocks are needed."""
+        return len(request.known) if request.adopts else num_shared * self._config.block_tokens
 
     def _shared_tables(self, request: Request) -> tuple[int, list[list[int]]]:
         num_shared = self.find_prefix(request) // self._config.block_tokens

@@ -19,15 +19,10 @@ from workers.engine.request import Request
 from workers.protocol import SamplingParams, StreamKey
 
 BUDGET_MS = 8.0
-
-
-def make_config(windows: tuple[int | None, ...], num_blocks: int) -> EngineConfig:
-    return EngineConfig(
-        block_tokens=4, num_blocks=num_blocks, chunk_tokens=6, max_running=5, max_context_tokens=40, min_chunk_tokens=2,
-        step_budget_ms=BUDGET_MS, windows=windows,
-    )  # fmt: skip
-
-
+CONFIG = EngineConfig(
+    block_tokens=4, num_blocks=14, chunk_tokens=6, max_running=5, max_context_tokens=40, min_chunk_tokens=2,
+    step_budget_ms=BUDGET_MS,
+)  # fmt: skip
 COSTS = CostTable(
     decodes=BrokenLine(((1, 1.0),)), prompt=BrokenLine(((1, 1.0),)), ms_per_decode_context=0.0, ms_per_pair=0.02
 )
@@ -45,46 +40,53 @@ class Expected:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    config = make_config((None,), 14)
-
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.runner = FakeRunner(4, windows=self.config.windows)
-        self.costs = MeasuredCosts(COSTS)
-        self.engine = Engine(self.config, self.runner, costs=self.costs)
+        self.open(CONFIG)
         self.live: dict[StreamKey, Expected] = {}
         self.quarantined: set[int] = set()
         self.count = 0
+
+    def open(self, config: EngineConfig) -> None:
+        self.config = config
+        self.runner = FakeRunner(config.block_tokens, windows=config.windows)
+        self.costs = MeasuredCosts(COSTS)
+        self.engine = Engine(config, self.runner, costs=self.costs)
+
+    @property
+    def window(self) -> int | None:
+        """What a token sees of its text: the most that any group shows it."""
+        windows = [window for window in self.config.windows if window is not None]
+        return max(windows) if len(windows) == len(self.config.windows) else None
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
     @rule(
         length=st.integers(1, 30), emitted=st.integers(0, 5), max_tokens=st.integers(1, 30), spare=st.integers(0, 2),
-        holds=st.booleans(), stop=st.sets(st.integers(0, VOCAB - 1), max_size=6), keep=st.integers(0, 3),
-        text=st.sampled_from(TEXTS), fork=st.integers(0, 60),
-        standing=st.tuples(st.booleans(), st.integers(-2, 2), st.booleans()),
+        way=st.sampled_from(["", "", "holds", "adopts"]), stop=st.sets(st.integers(0, VOCAB - 1), max_size=6),
+        keep=st.integers(0, 3), text=st.sampled_from(TEXTS), fork=st.integers(0, 60),
+        standing=st.tuples(st.booleans(), st.integers(-2, 2)),
     )  # fmt: skip
     def reserve(
-        self, length: int, emitted: int, max_tokens: int, spare: int, holds: bool, stop: set[int], keep: int,
-        text: list[int], fork: int, standing: tuple[bool, int, bool],
+        self, length: int, emitted: int, max_tokens: int, spare: int, way: str, stop: set[int], keep: int,
+        text: list[int], fork: int, standing: tuple[bool, int],
     ) -> None:  # fmt: skip
         self.count += 1
         emitted = min(emitted, max_tokens - 1)
         known = [*text[:fork], *((7 * self.count + i) % VOCAB for i in range(40))][: length + emitted]
         request = Request(
             key=StreamKey(self.count.to_bytes(16, "big"), 1), known=list(known), num_prompt=length, num_emitted=emitted,
-            sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop)), hold_after_prompt=holds,
-            arrival=self.now, tenant=b"a" * standing[0], priority=standing[1], adopts=standing[2],
+            sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop)),
+            hold_after_prompt=way == "holds", adopts=way == "adopts", arrival=self.now, tenant=b"a" * standing[0],
+            priority=standing[1],
         )  # fmt: skip
         num_pages, pool = self.config.pages_for(len(known)) + spare, self.engine.pool
         found = self.engine.find_prefix(request) // 4
-        held = pool.count_unreferenced(self.engine.prefixes.tables(request.names, found)[0])
         free, waits, cached = pool.num_available, self.engine.count("preempted"), pool.num_cached
+        has_room = self.has_room(request, num_pages, found, keep)
         accepted = self.engine.reserve(request, num_pages, keep)
-        has_room = free - held >= num_pages - found + keep
-        may_enter = not waits and self.engine.num_open - accepted < 5 and has_room
-        assert accepted == may_enter or (not accepted and len(self.config.windows) > 1), "windows want room, too"
+        assert accepted == (not waits and self.engine.num_open - accepted < 5 and has_room)
         if accepted:
             assert request.computed == request.num_cached == 4 * found < len(known)
             self.live[request.key] = Expected(request, self._answer(request), emitted)
@@ -92,27 +94,34 @@ class EngineMachine(RuleBasedStateMachine):
             assert (request.status, request.tables, pool.num_available) == ("new", [], free)
             assert pool.num_cached == cached
 
-    @precondition(lambda self: self.reserved(adopts=False))
+    def has_room(self, request: Request, num_pages: int, found: int, keep: int) -> bool:
+        """What the pool must have for one group without a window."""
+        pool = self.engine.pool
+        held = pool.count_unreferenced(self.engine.prefixes.tables(request.names, found)[0])
+        return pool.num_available - held >= num_pages - found + keep
+
+    @precondition(lambda self: self.of("reserved", adopts=False))
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.engine.start(data.draw(st.sampled_from(self.reserved(adopts=False))))
+        self.engine.start(data.draw(st.sampled_from(self.of("reserved", adopts=False))))
 
-    @precondition(lambda self: self.reserved(adopts=True))
+    @precondition(lambda self: self.of("reserved", adopts=True))
     @rule(data=st.data())
     def adopt(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(self.reserved(adopts=True)))
+        self.arrive(data.draw(st.sampled_from(self.of("reserved", adopts=True))))
+
+    def arrive(self, key: StreamKey) -> None:
         request = self.live[key].request
         self.runner.fill(request.tables, request.known, request.computed)
-        self.engine.adopt(key, continue_text(request.known, 1)[0])
+        self.engine.adopt(key, continue_text(request.known, 1, self.window)[0])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.live)))
         request = self.live.pop(key).request
-        tables = request.tables if request.status == "reserved" else []
-        own = [block for table in tables for block in table[request.computed // 4 :] if block != NULL_BLOCK]
-        written = [block for block in own if data.draw(st.booleans())]
+        own = [block for table in request.tables for block in table[request.computed // 4 :] if block != NULL_BLOCK]
+        written = [block for block in own if request.status == "reserved" and data.draw(st.booleans())]
         self.engine.release(key, written)
         self.engine.release(key)
         self.quarantined |= set(written)
@@ -171,9 +180,8 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened, what is left finishes in bounded steps once transfers end, and every block comes back."""
         self.engine.prove(sorted(self.quarantined))
-        for key in self.reserved(adopts=True):
-            self.engine.release(key)
-            del self.live[key]
+        for key in self.of("reserved", adopts=True):
+            self.arrive(key)
         for key in self.of("reserved"):
             self.engine.start(key)
         bound = 40 * sum(len(e.tokens) + len(e.request.known) for e in self.live.values()) + 10
@@ -186,19 +194,17 @@ class EngineMachine(RuleBasedStateMachine):
             self._check(self.engine.step())
             self.now += 0.01
         assert self.live == {}, "a request starved"
-        assert self.engine.pool.num_available == self.config.num_blocks
+        assert self.engine.pool.num_available == self.engine.num_available_blocks == self.config.num_blocks
 
-    def reserved(self, *, adopts: bool) -> list[StreamKey]:
-        return [key for key in self.of("reserved") if self.live[key].request.adopts == adopts]
-
-    def of(self, status: str) -> list[StreamKey]:
-        return sorted(key for key, expected in self.live.items() if expected.request.status == status)
+    def of(self, status: str, adopts: bool | None = None) -> list[StreamKey]:
+        found = ((key, expected.request) for key, expected in self.live.items())
+        return sorted(key for key, r in found if r.status == status and adopts in (None, r.adopts))
 
     def _answer(self, request: Request) -> list[int]:
         limit = min(
             request.sampling.max_tokens - request.num_emitted, self.config.max_context_tokens - len(request.known)
         )
-        tokens = continue_text(request.known, 1 if request.hold_after_prompt else limit)
+        tokens = continue_text(request.known, 1 if request.hold_after_prompt else limit, self.window)
         stops = [i for i, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
         return tokens[: stops[0] + 1] if stops else tokens
 
@@ -218,15 +224,6 @@ class EngineMachine(RuleBasedStateMachine):
             assert finished.reason == ("stop" if is_stop else "length")
 
 
-class WindowedMachine(EngineMachine):
-    config = make_config((None, 6), 20)
-
-
-class ManyWindowsMachine(EngineMachine):
-    config = make_config((9, None, 3), 26)
-
-
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("machine", [EngineMachine, WindowedMachine, ManyWindowsMachine])
-def test_engine(machine: type[EngineMachine], is_full: bool) -> None:
-    run_steps(machine, is_full, 60)
+def test_engine(is_full: bool) -> None:
+    run_steps(EngineMachine, is_full, 60)

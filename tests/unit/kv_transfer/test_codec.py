@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.codec import Between, Codec, Size
 from kv_transfer.errors import FrameInvalid
+from kv_transfer.layout import NULL_BLOCK, KVLayout, LayerGroup
 from kv_transfer.messages import (
     IDENTITY_CODEC,
     LANE_CODEC,
@@ -21,7 +22,9 @@ from kv_transfer.messages import (
     KVIdentity,
     SessionHello,
     Unit,
+    pack_tables,
     pack_u32,
+    unpack_tables,
     unpack_u32,
 )
 
@@ -158,16 +161,54 @@ def test_a_type_the_wire_cannot_carry_is_a_programming_error():
 
 
 def test_session_and_lane_messages_survive_the_wire(make_identity):
-    session = [Begin(b"s" * 16, 1), Grant(b"s" * 16, 1, 5, pack_u32([1, 2])), Fin(b"s" * 16, 1, 5, (3,), b"", b"m")]
+    session = [
+        Begin(b"s" * 16, 1),
+        Grant(b"s" * 16, 1, 5, pack_tables([[1, 2]], 2)),
+        Fin(b"s" * 16, 1, 5, (3,), b"", b"m"),
+    ]
     for message in session:
         assert SESSION_CODEC.decode(SESSION_CODEC.encode(message)) == message
     unit = Unit(b"s" * 16, 1, 5, 0, first_token=0, num_tokens=7, first_layer=0, num_layers=2, num_bytes=99)
     assert LANE_CODEC.decode(LANE_CODEC.encode(unit)) == unit
-    hello = SessionHello(make_identity(1), 2, b"12345678")
+    grouped = KVLayout(3, 2, 8, 4, "fp32", groups=(LayerGroup((0, 2), 512), LayerGroup((1,))))
+    hello = SessionHello(make_identity(1, layout=grouped), 2, b"12345678")
     decoded = IDENTITY_CODEC.decode(IDENTITY_CODEC.encode(hello))
     assert decoded == hello
     assert isinstance(decoded, SessionHello)
     assert isinstance(decoded.identity, KVIdentity)
+
+
+@given(
+    st.integers(0, 6).flatmap(lambda n: st.lists(st.integers(0, n), min_size=1, max_size=4).map(lambda gaps: (n, gaps)))
+)
+def test_tables_of_a_grant_survive_the_wire(sizes: tuple[int, list[int]]):
+    num_pages, gaps = sizes
+    numbers = iter(range(100))
+    tables = [[NULL_BLOCK] * gap + [next(numbers) for _ in range(num_pages - gap)] for gap in gaps]
+    longer = [[*table, 99] for table in tables]
+    packed = pack_tables(longer, num_pages)
+    assert unpack_tables(packed, len(tables), num_pages) == tuple(map(tuple, tables))
+    assert len(packed) == 4 * (len(tables) + sum(num_pages - gap for gap in gaps))
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [],
+        [0, 1, 2],
+        [0, 1, 2, 0, 3],
+        [0, 1, 2, 0, 3, 4, 5],
+        [0, 1, 2, 3],
+        [3, 0, 1, 2],
+        [0, 1, 2, 0, 3, 1],
+        [1, 7, 1, 7],
+        [(1 << 32) - 1, 0, 1, 2],
+    ],
+)
+def test_a_grant_that_does_not_add_up_is_refused(numbers: list[int]):
+    """Two tables of two pages: too short, too long, more gaps than pages, a block twice."""
+    with pytest.raises(FrameInvalid, match="2 tables of 2 pages"):
+        unpack_tables(pack_u32(numbers), 2, 2)
 
 
 def test_packed_lists_are_little_endian_and_refuse_a_torn_length():

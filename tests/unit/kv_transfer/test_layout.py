@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.layout import KVLayout, make_model_digest, plan_units
+from kv_transfer.layout import KVLayout, LayerGroup, make_model_digest, plan_units
 
 SMOLLM = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=32, dtype="fp32")
 
@@ -18,6 +18,29 @@ def test_block_size_and_dtype_may_differ_and_nothing_else():
     assert SMOLLM.incompatible_with(KVLayout(30, 3, 64, 16, "bf16")) is None
     for other in (KVLayout(29, 3, 64, 32, "fp32"), KVLayout(30, 4, 64, 32, "fp32"), KVLayout(30, 3, 128, 32, "fp32")):
         assert "against" in (SMOLLM.incompatible_with(other) or "")
+
+
+MIXED = KVLayout(5, 2, 8, 4, "fp32", groups=(LayerGroup((0, 1), 6), LayerGroup((2, 4)), LayerGroup((3,), 6)))
+
+
+def test_layers_have_places_in_the_blocks_of_their_group():
+    assert MIXED.places == ((0, 0), (0, 1), (1, 0), (2, 0), (1, 1))
+    assert MIXED.cache_shape(7) == (2, 7, 2, 2, 4, 8)
+    assert MIXED.block_bytes == MIXED.unit_bytes(4, 2)
+    assert SMOLLM.places == tuple((0, layer) for layer in range(30))
+    assert SMOLLM.cache_shape(7) == (30, 7, 2, 3, 32, 64)
+
+
+def test_other_groups_are_refused_by_name():
+    same = KVLayout(5, 2, 8, 4, "bf16", "dim_major", MIXED.groups)
+    assert MIXED.incompatible_with(same) is None
+    assert MIXED.incompatible_with(KVLayout(5, 2, 8, 4, "fp32")) == "groups 2x6,2xall,1x6 against 5xall"
+    bigger = KVLayout(5, 2, 8, 8, "fp32", groups=MIXED.groups)
+    assert MIXED.incompatible_with(bigger) == "block_tokens 4 against 8, where layers have windows"
+    one_window = KVLayout(5, 2, 8, 4, "fp32", groups=(LayerGroup(tuple(range(5)), 9),))
+    assert one_window.incompatible_with(KVLayout(5, 2, 8, 4, "fp32")) == "groups 5x9 against 5xall"
+    many = KVLayout(60, 2, 8, 4, "fp32", groups=tuple(LayerGroup((layer,), layer + 1) for layer in range(60)))
+    assert len("layout: " + (many.incompatible_with(KVLayout(60, 2, 8, 4, "fp32")) or "")) <= 128
 
 
 def test_the_digest_depends_on_every_fact_and_not_on_their_order():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import NULL_BLOCK, KVLayout
 from kv_transfer.staging import (
     StagingBuffers,
     as_bytes,
@@ -122,3 +122,40 @@ def gather_values(target, unit):
     for token in range(1, 7):
         values[:, (0, 2)[token // 4], :, token % 4] = unit[:, 1, :, token - 1]
     return values
+
+
+PLACES = ((0, 0), (1, 0), (0, 1))
+"""Three layers: the first and the last share blocks, the middle one has a window."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_groups_have_tables_of_their_own_and_windows_leave_gaps(draw):
+    """Where the sender slid on it sends zeros; where the receiver has no block nothing is written."""
+    num_tokens, size = draw.draw(st.integers(1, 40)), draw.draw(st.sampled_from([1, 3, 4]))
+    pages = -(-num_tokens // size)
+    slid_there, slid_here = sorted((draw.draw(st.integers(0, pages)), draw.draw(st.integers(0, pages))))
+    blocks = draw.draw(st.permutations(range(2 * pages)))
+    source, target = make_cache(2 * pages, size)[:2], torch.full((2, 2 * pages, 2, HEADS, size, DIM), -1.0)
+    theirs = [blocks[:pages], [NULL_BLOCK] * slid_there + blocks[pages + slid_there :]]
+    ours = [blocks[pages:], [NULL_BLOCK] * slid_here + blocks[slid_here:pages]]
+    first, first_layer = draw.draw(st.integers(0, num_tokens - 1)), draw.draw(st.integers(0, 2))
+    count, num_layers = num_tokens - first, draw.draw(st.integers(1, 3 - first_layer))
+    unit = gather_unit(view_cache(source, places=PLACES), theirs, first, count, first_layer, num_layers)
+    view = view_cache(target, places=PLACES)
+    scatter_unit(view, ours, unit, first, first_layer)
+    written = 0
+    for layer in range(first_layer, first_layer + num_layers):
+        group, index = PLACES[layer]
+        for token in range(first, num_tokens):
+            page, slot = divmod(token, size)
+            sent = unit[layer - first_layer, :, :, token - first]
+            stored = source[index, theirs[group][page], :, :, slot]
+            assert torch.equal(sent, torch.zeros_like(sent) if theirs[group][page] == NULL_BLOCK else stored)
+            if ours[group][page] != NULL_BLOCK:
+                assert torch.equal(target[index, ours[group][page], :, :, slot], stored), "the sender still has it"
+                written += sent.numel()
+    assert int((target != -1).sum()) == written
+    groups = {PLACES[layer][0] for layer in range(first_layer, first_layer + num_layers)}
+    touched = {block for group in groups for block in ours[group][first // size :]} - {NULL_BLOCK}
+    assert set(view.touched_blocks(ours, first, count, first_layer, num_layers)) == touched
