@@ -12,7 +12,6 @@ namespace {
 
 constexpr int64_t HUGE_PAGE = 2 << 20;
 constexpr int64_t PIECE_BYTES = 32 << 20;
-constexpr int64_t ROWS_PER_PASS = 256;  // their rounded inputs stay in the second cache while weights stream by
 
 }  // namespace
 
@@ -98,15 +97,24 @@ std::vector<AttentionUnit> plan_units(const BatonTables &tables, const BatonAtte
         const int64_t count = tables.spans[s].num_tokens;
         for (int64_t last = (count - 1) / step * step; last >= 0; last -= step)
             for (int64_t head = 0; head < attention.num_kv_heads; head++)
-                units.push_back({s, last, std::min(step, count - last), head});
+                units.push_back({s, last, std::min(step, count - last), head, tables.spans[s].first_row + last});
     }
     return units;
 }
 
-AttentionUnit plan_unit(const BatonTables &tables, int64_t row, int64_t kv_head) {
+// One token whose output is row `out`.
+AttentionUnit plan_unit(const BatonTables &tables, int64_t row, int64_t kv_head, int64_t out) {
     int64_t span = 0;
     while (row >= tables.spans[span].first_row + tables.spans[span].num_tokens) span++;
-    return {span, row - tables.spans[span].first_row, 1, kv_head};
+    return {span, row - tables.spans[span].first_row, 1, kv_head, out};
+}
+
+BatonCache cache_of(const BatonCache &all, const BatonAttention &a, int64_t layer) {
+    const int64_t element = all.is_bf16 ? 2 : 4;
+    const int64_t bytes = all.num_blocks * 2 * a.num_kv_heads * all.block_tokens * a.head_dim * element;
+    BatonCache cache = all;
+    cache.data = static_cast<uint8_t *>(all.data) + layer * bytes;
+    return cache;
 }
 
 int64_t longest_context(const BatonTables &tables) {

@@ -11,6 +11,8 @@
 
 namespace baton {
 
+constexpr int64_t ROWS_PER_PASS = 256;  // what is read and written of them stays in the second cache
+
 // Memory that keeps what it holds no longer than until it grows. In huge pages where the system gives them: reading
 // weights through 4 KiB pages costs half the bandwidth and more.
 class Buffer {
@@ -67,7 +69,11 @@ inline Range share_of(int64_t count, int thread, int num_threads) {
 bool are_sound(const BatonTables &tables, const BatonAttention &attention, const BatonCache &cache);
 
 std::vector<AttentionUnit> plan_units(const BatonTables &tables, const BatonAttention &attention);
-AttentionUnit plan_unit(const BatonTables &tables, int64_t row, int64_t kv_head);
+AttentionUnit plan_unit(const BatonTables &tables, int64_t row, int64_t kv_head, int64_t out);
+
+// The cache of one layer, out of that of all.
+BatonCache cache_of(const BatonCache &all, const BatonAttention &attention, int64_t layer);
+
 int64_t longest_context(const BatonTables &tables);
 
 }  // namespace baton

@@ -56,12 +56,12 @@ struct AttentionJob {
     BatonCache cache;       // of one layer
     const float *q;
     int64_t q_stride;       // floats between the q of two tokens
-    float *out;             // [T][H * D]
+    float *out;             // [rows][H * D]
 };
 
-// The queries of `num_tokens` consecutive tokens that share one KV head.
+// The queries of `num_tokens` consecutive tokens that share one KV head, and the row of the first one's output.
 struct AttentionUnit {
-    int64_t span, first_token, num_tokens, kv_head;
+    int64_t span, first_token, num_tokens, kv_head, first_out;
 };
 
 struct Kernels {

@@ -238,7 +238,7 @@ void gather_row(const AttentionJob &job, const AttentionUnit &unit, int64_t r, U
     rows.high[i] = span.first_position + token + 1;
     rows.low[i] = a.window > 0 && rows.high[i] > a.window ? rows.high[i] - a.window : 0;
     rows.sink[i] = a.sinks ? a.sinks + head : nullptr;
-    rows.out[i] = job.out + (row * a.num_heads + head) * a.head_dim;
+    rows.out[i] = job.out + ((unit.first_out + r / group) * a.num_heads + head) * a.head_dim;
 }
 
 Window window_of(const UnitRows &rows) {

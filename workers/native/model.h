@@ -1,19 +1,15 @@
 // A dense decoder with the buffers of its steps, and one request to compute a step.
 #pragma once
-#include <time.h>
-
 #include "engine.h"
 
 namespace baton {
 
 enum Stage { ROWS, LINEARS, ATTENTION, HEAD };
 
-// What one thread keeps for itself where every thread does the row work of all rows.
+// The residual stream and what a linear reads of it: one for all threads, or one each.
 struct Lane {
-    Buffer x, kept, normed;
+    Buffer x, kept, normed;     // kept: x of the asked rows, from the last layer's attention on
     RoundedBuffers rounded;
-    float *live = nullptr;      // the rows that go on: x, and from the last layer's attention on `kept`
-    int64_t num_live = 0;
 };
 
 struct Request {
@@ -25,11 +21,16 @@ struct Request {
     float *logits;
 };
 
-inline int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000 + t.tv_nsec;
-}
+// How a step goes, the same for all of its threads.
+struct Plan {
+    bool are_rows_few;          // every thread adds, norms and rounds all rows for itself: sooner done than met for
+    bool are_units_whole;       // a unit is all of a request at one KV head: nobody else reads what it turns and stores
+    bool are_units_grouped;     // what a unit writes is whole groups of 32: it rounds them
+    bool drops_rows;            // the last layer goes on with the asked rows alone
+    std::vector<AttentionUnit> units, last_units;
+};
+
+Plan make_plan(const BatonModel &model, const Request &request);
 
 }  // namespace baton
 
@@ -38,22 +39,12 @@ struct BatonModel {
     BatonDecoder decoder;
     std::vector<BatonLayer> layers;
     int64_t width, widest_input;
-    baton::Buffer x, kept, delta, normed, qkv, attended, gate_up;
-    baton::RoundedBuffers rounded;
-    std::vector<baton::Lane> lanes;     // one per thread
+    std::vector<baton::Lane> lanes;                 // one per thread; the first alone where rows are many
+    baton::Buffer delta, qkv, gate_up;
+    baton::Buffer inner;                            // what attention leaves for `out`, and the activation for `down`
+    baton::RoundedBuffers rounded_inner;
+    std::vector<std::atomic<int64_t>> next_unit;    // one per layer
     int64_t stage_ns[4] = {0, 0, 0, 0};
+
+    void reserve(const baton::Request &request, const baton::Plan &plan);    // throws std::bad_alloc
 };
-
-namespace baton {
-
-void reserve_buffers(BatonModel &model, const Request &request);
-
-// The cache of one layer, out of that of all.
-BatonCache cache_of(const BatonCache &all, const BatonAttention &attention, int64_t layer);
-
-// A step of so few rows that threads would wait for each other longer than each needs to do all of the row work.
-bool are_few(const BatonModel &model, const Request &request);
-// False when the listener stopped it.
-bool step_few(BatonModel &model, const Request &request);
-
-}  // namespace baton
