@@ -163,7 +163,8 @@ def _limits_section(results: Results) -> str:
     return (
         f"## The machine's limits\n\nA token of a single stream reads {whole:.0f} MB: weights of the layers"
         f" {layers:.0f}, of the head {head:.0f}, the rest KV cache. The linear layers of a prompt token need"
-        f" {2 * facts['layer_weights'] / 1e6:.0f} million 8-bit operations.\n\n{markdown(table)}\n"
+        f" {2 * facts['layer_weights'] / 1e6:.0f} million 8-bit operations."
+        f" A share over 100 % says that other work disturbed the limit while it was measured.\n\n{markdown(table)}\n"
     )
 
 
