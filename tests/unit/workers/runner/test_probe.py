@@ -9,8 +9,10 @@ from torch import Tensor
 
 from tests.support.tiny_models import save_tiny
 from workers.errors import ModelRefused
+from workers.model.build import WeightMode, load_decoder
 from workers.model.fallback import load_fallback
 from workers.model.paged_attention import StepFacts
+from workers.ops.reference import ReferenceOps
 from workers.runner.model_runner import digest_facts, load_runner
 from workers.runner.probe import Model, prove_model
 
@@ -80,3 +82,9 @@ def test_the_digest_tells_models_dtypes_and_ropes_apart(tmp_path: Path) -> None:
     assert first != digest_facts(tmp_path / "a", specs["a"], "bf16")
     assert first != digest_facts(tmp_path / "a", specs["b"], "fp32")
     assert first["weights"] == digest_facts(tmp_path / "b", specs["b"], "fp32")["weights"]
+
+
+@pytest.mark.parametrize("mode", ["q4", "int8"])
+def test_rounded_weights_in_plain_torch_are_proven_too(smollm2: Path, mode: WeightMode) -> None:
+    """Where the kernels are stale or not built, a mode that was asked for by name is served all the same."""
+    prove_model(load_decoder(smollm2, mode, ReferenceOps()))
