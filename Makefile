@@ -4,7 +4,7 @@ CONFIG := laptop
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve model test lint type arch ci accept-main bench-engine gpu-check
+.PHONY: help setup native serve model test lint type arch ci accept-main accept-engine bench-engine gpu-check
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,7 @@ model: setup  ## download and convert the model without starting anything
 	@$(BIN)/baton fetch $(CONFIG)
 
 test: model  ## run all tests
+	@$(BIN)/python workers/native/build.py || true  # kernels of other sources would only be skipped
 	@$(BIN)/python -m pytest
 
 lint: setup  ## ruff: rules and format
@@ -41,6 +42,10 @@ gpu-check: setup  ## what only a GPU can prove, one line per step, under four mi
 
 accept-main: model  ## the acceptance of the main job, unbounded
 	@$(BIN)/python -m pytest --full tests/accept/main tests/ray
+
+accept-engine: model  ## the acceptance of the engine, unbounded
+	@$(BIN)/python workers/native/build.py || true
+	@$(BIN)/python -m pytest --full tests/accept/engine tests/property/workers
 
 bench-engine: model  ## engine, peers, limits, quality, cluster: tables, build/bench/engine.json, docs (40 min)
 	@$(BIN)/python -m tests.bench.engine $(BENCH)

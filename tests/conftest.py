@@ -11,7 +11,9 @@ settings.load_profile("baton")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="run acceptance lines whole (make accept-main), not their slices"
+        "--full",
+        action="store_true",
+        help="run acceptance lines whole (make accept-main, accept-engine), not their slices",
     )
 
 

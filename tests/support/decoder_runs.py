@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +33,15 @@ def make_cache(model: Model, block_tokens: int, num_pages: int, device: torch.de
 
 def generate(
     model: Model, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int, stagger: int = 0,
-    block_tokens: int = 16, num_blocks: int = 200,
+    block_tokens: int = 16, num_blocks: int = 200, **limits: Any,
 ) -> Replayed:  # fmt: skip
-    """Greedy tokens through the engine, over `num_blocks` blocks for each state group."""
+    """Greedy tokens through the engine, over `num_blocks` blocks for each state group; `limits` are further fields of
+    its configuration.
+    """
     cache = make_cache(model, block_tokens, num_blocks)
-    config = EngineConfig(
-        block_tokens=block_tokens, num_blocks=cache.num_blocks, chunk_tokens=chunk, max_running=16,
-        max_context_tokens=block_tokens * num_blocks, windows=tuple(g.window for g in cache.layout.layer_groups),
-    )  # fmt: skip
+    sizes = {"block_tokens": block_tokens, "num_blocks": cache.num_blocks}
+    rest = {"chunk_tokens": chunk, "max_running": 16, "max_context_tokens": block_tokens * num_blocks}
+    config = EngineConfig(windows=tuple(group.window for group in cache.layout.layer_groups), **(sizes | rest | limits))
     runner = ModelRunner(model, cache)
     return replay(runner, config, prompts, num_tokens, stagger)
 

@@ -15,6 +15,8 @@ import torch
 MIN_MARGIN = 1e-3
 NEW_TOKENS = 24
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 48, 64, 65, 100, 129, 200, 256, 300, 333, 512, 777, 1000, 1500)
+SLICE = (1, 17, 64, 129)
+"""Those of `LENGTHS` that a slice runs."""
 ROOT = Path(__file__).resolve().parents[2]
 
 

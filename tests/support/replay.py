@@ -13,6 +13,8 @@ from workers.protocol import SamplingParams, StreamKey
 class Replayed(NamedTuple):
     tokens: list[list[int]]
     num_preempted: int
+    num_cached: list[int]
+    """Prompt tokens that each request found in the prefix cache."""
 
 
 def replay(
@@ -26,6 +28,7 @@ def replay(
     engine = Engine(config, runner)
     waiting = list(enumerate(prompts))
     tokens: list[list[int]] = [[] for _ in prompts]
+    num_cached = [0] * len(prompts)
     while waiting or engine.has_work:
         while waiting and waiting[0][0] * stagger_steps <= steps:
             index, prompt = waiting[0]
@@ -36,6 +39,7 @@ def replay(
             )  # fmt: skip
             if not engine.reserve(request, config.pages_for(len(prompt))):
                 break
+            num_cached[index] = request.num_cached
             engine.start(request.key)
             waiting.pop(0)
         result = engine.step()
@@ -47,4 +51,4 @@ def replay(
         assert steps < 100_000, "the engine makes no progress"
     engine.check_integrity()
     assert engine.pool.num_available == config.num_blocks
-    return Replayed(tokens, num_preempted)
+    return Replayed(tokens, num_preempted, num_cached)

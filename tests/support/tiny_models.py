@@ -26,8 +26,21 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "num_attention_heads": 6, "hidden_size": 96, "ffn_dim": 128, "word_embed_proj_dim": 96,
         "max_position_embeddings": 512, "init_std": 0.25,
     },
+    "ctrl": OLDER | {
+        "n_layer": 3, "n_head": 6, "n_embd": 96, "dff": 128, "n_positions": 512, "initializer_range": 0.25,
+    },
+    "xglm": OLDER | {
+        "num_layers": 3, "attention_heads": 6, "d_model": 96, "ffn_dim": 128, "max_position_embeddings": 512,
+        "init_std": 0.25,
+    },
+    "bloom": OLDER | {"n_layer": 3, "n_head": 6, "hidden_size": 96},
+    "mpt": OLDER | {"n_layers": 3, "n_heads": 6, "d_model": 96, "max_seq_len": 512},
+    "gpt_neo": OLDER | {
+        "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 6, "hidden_size": 96,
+    },
+    "falcon": OLDER | {"num_hidden_layers": 3, "num_attention_heads": 6, "hidden_size": 96},
 }  # fmt: skip
-"""Families that name their sizes in their own way: learned positions."""
+"""Families that name their sizes in their own way."""
 
 KINDS = sorted(EXTRAS | OWN_SIZES)
 

@@ -15,7 +15,7 @@ from workers.errors import ModelDamaged, ModelRefused
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "attention_heads", "num_heads"),
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len"),
@@ -29,7 +29,10 @@ _ATTENTION_EXTRAS = {
     "index_topk": "attention picks tokens by an index",
     "attention_chunk_size": "attention is cut in chunks",
     "is_encoder_decoder": "it has an encoder",
+    "alibi": "positions are a bias on scores (ALiBi)",
 }
+_BIASED_BY_DISTANCE = {"BloomForCausalLM", "MptForCausalLM"}
+"""They have ALiBi whether or not their config.json says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,8 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
         raise ModelRefused(
             f"{architectures or 'a model without architectures'} is not a decoder-only language model (...ForCausalLM)"
         )
+    if architectures[0] in _BIASED_BY_DISTANCE:
+        raise ModelRefused(f"{architectures[0]}: {_ATTENTION_EXTRAS['alibi']}, which Baton does not serve yet")
     for key, why in _ATTENTION_EXTRAS.items():
         if config.get(key):
             raise ModelRefused(f"{architectures[0]} has {key}={config[key]!r}: {why}, which Baton does not serve yet")

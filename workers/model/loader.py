@@ -46,7 +46,9 @@ def load_causal_lm(folder: Path, dtype: torch.dtype, attention: str, progress: P
             ignore_mismatched_sizes=True,  # reported below, instead of a traceback
         )
     except (ValueError, KeyError) as error:
-        raise ModelRefused(f"{folder.name}: transformers does not load it: {error}") from None
+        is_fixed = error.args == (attention,)
+        why = "the attention of its classes cannot be replaced by one over a paged cache" if is_fixed else error
+        raise ModelRefused(f"{folder.name}: transformers does not load it: {why}") from None
     for kind in ("missing_keys", "mismatched_keys"):  # transformers fills both with random numbers
         if report[kind]:
             raise ModelDamaged(

@@ -2,25 +2,18 @@
 checkout; `--full` all texts whole, those of Debian too where they are.
 """
 
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.bench.quality import Mode, Quality, judge_modes
-from tests.bench.texts import ROOT, SETS, read_set
+from tests.bench.texts import SETS, read_set
+from tests.support.bounds import read_bounds
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timeout(1800)]
 
 MODES: tuple[Mode, ...] = (("q4", "bf16"), ("int8", "bf16"), ("bf16", "bf16"), ("fp32", "fp32"))
 SLICE_TOKENS = 128
-
-
-def read_bounds() -> dict[str, tuple[float, float, float]]:
-    """mode -> (KL at most, top-1 at least, perplexity within, a share)."""
-    page = (ROOT / "docs" / "models.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \|", page, re.M)
-    return {mode: (float(kl), float(top1), float(share) / 100) for mode, kl, top1, share in rows}
 
 
 def assert_within(found: dict[Mode, Quality]) -> None:

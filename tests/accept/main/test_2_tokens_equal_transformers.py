@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.accept.main.conftest import House, MakeHouse
+from tests.accept.main.conftest import MakeHouse
+from tests.support.house import House
 from tests.support.oracle import LENGTHS, NEW_TOKENS, Expected, expect, make_prompts
+from tests.support.oracle import SLICE as SHORT
 from workers.protocol import SamplingParams
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.timeout(3600)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, stop_token_ids=(2,))
-SLICE = (1, 17, 64, 333)
+SLICE = (*SHORT, 333)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.accept.main.conftest import House, MakeHouse
+from tests.accept.main.conftest import MakeHouse
 from tests.support.front_door import wait_until
+from tests.support.house import House
 from tests.support.oracle import expect, make_prompts
 from tests.support.raw_client import RawStream
 from workers.protocol import SamplingParams

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.accept.main.conftest import House, MakeHouse
+from tests.accept.main.conftest import MakeHouse
+from tests.support.house import House
 from tests.support.oracle import make_prompts
 from workers.protocol import SamplingParams
 

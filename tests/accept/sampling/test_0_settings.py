@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from tests.accept.main.conftest import House, open_house
+from tests.support.house import House, open_house
 from tests.support.oracle import load_oracle, make_prompts
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, pytest.mark.timeout(600)]
