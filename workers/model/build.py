@@ -17,7 +17,9 @@ from workers.model.decoder import Decoder
 from workers.model.families import DecoderPlan, Experts, LayerPlan, plan_decoder
 from workers.model.gguf_grids import GGUFGrids, open_grids
 from workers.model.progress import Progress, ignore_progress
+from workers.model.quantized import QuantizedRows
 from workers.model.rope import make_rope_table
+from workers.model.scheme import read_scheme
 from workers.model.sharding import WHOLE, Shard, check_shard, check_tp_plan
 from workers.model.slices import list_rows, take
 from workers.ops.base import Ops
@@ -63,14 +65,16 @@ def load_decoder(
     """The decoder of `folder`, ready to run on the backend `ops`.
 
     `max_positions` bounds the context (default: what the model was made for). In mode q4 the grids of the GGUF file
-    that the folder was converted from are taken as they are. With `parallel` only one rank's part is loaded: the same
+    that the folder was converted from are taken as they are, and in modes q4 and int8 those of a quantized checkpoint
+    where they fit (`docs/models.md`). With `parallel` only one rank's part is loaded: the same
     grid values as of the whole, in every mode. Raises `ModelRefused` where `families.py` does not know
     the model, `ModelDamaged` where its files do not fit their config.
     """
     config = read_config(folder)
     spec, plan = make_spec(config), plan_decoder(config)
-    grids = open_grids(folder, config) if mode == "q4" else None
-    source = _Source(Checkpoint(folder, progress), grids, mode, ops)
+    checkpoint, scheme = Checkpoint(folder, progress), read_scheme(config)
+    rows = checkpoint if scheme is None else QuantizedRows(checkpoint, scheme)
+    source = _Source(checkpoint, rows, open_grids(folder, config) if mode == "q4" else None, mode, ops)
     shard = parallel.shard if parallel is not None else WHOLE
     if parallel is not None:
         check_shard(shard, spec.num_heads, _inner_sizes(spec, plan))
@@ -110,24 +114,39 @@ def quantize(dense_NK: Tensor, mode: WeightMode, is_head: bool = False) -> Weigh
 class _Source:
     """Matrices of a checkpoint in the grid of a mode, packed."""
 
-    def __init__(self, checkpoint: Checkpoint, grids: GGUFGrids | None, mode: WeightMode, ops: Ops) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, rows: Checkpoint | QuantizedRows, grids: GGUFGrids | None, mode: WeightMode,
+        ops: Ops,
+    ) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.ops = ops
         self.mode: WeightMode = mode
+        self._rows = rows
         self._grids = grids
 
     def matrix(self, parts: Parts, width: int, cut: Cut, is_head: bool = False) -> Packed:
         """What `cut` keeps of the parts under each other."""
-        if self._grids is not None:
-            read = self._grids.read_q8 if is_head else self._grids.read_q4
-            weight: Weight | None = read(parts, width)
-            if weight is not None:
-                return self.ops.pack(take(weight, list_rows(parts, cut.rows), cut.columns))
+        weight = self._read_grid(parts, width, is_head)
+        if weight is not None:
+            return self.ops.pack(take(weight, list_rows(parts, cut.rows), cut.columns))
         if self.mode in ("fp32", "bf16"):
             stored = torch.bfloat16 if self.mode == "bf16" else torch.float32
-            return self.ops.pack(DenseWeight(self.checkpoint.read_rows(parts, width, stored, cut)))
+            return self.ops.pack(DenseWeight(self._rows.read_rows(parts, width, stored, cut)))
         whole_rows = Cut(cut.rows, range(width))  # a scale may depend on numbers that another rank keeps
-        return self.pack(self.checkpoint.read_rows(parts, width, torch.float32, whole_rows), cut.columns, is_head)
+        return self.pack(self._rows.read_rows(parts, width, torch.float32, whole_rows), cut.columns, is_head)
+
+    def _read_grid(self, parts: Parts, width: int, is_head: bool) -> Weight | None:
+        """The numbers that a file has for this mode already; None where they are to be made."""
+        if self._grids is not None:
+            found = self._grids.read_q8(parts, width) if is_head else self._grids.read_q4(parts, width)
+            if found is not None:
+                return found
+        if isinstance(self._rows, QuantizedRows):
+            if self.mode == "int8":
+                return self._rows.read_int8(parts, width)
+            if self.mode == "q4" and not is_head:
+                return self._rows.read_q4(parts, width)
+        return None
 
     def pack(self, dense_NK: Tensor, columns: range, is_head: bool = False) -> Packed:
         return self.ops.pack(take(quantize(dense_NK, self.mode, is_head), None, columns))
@@ -136,7 +155,7 @@ class _Source:
         """Never quantized: float32, or bfloat16 for an embedding of a smaller mode."""
         stored = torch.float32 if self.mode == "fp32" or "embed" not in tensor else torch.bfloat16
         cut = Cut((kept,), range(width))
-        return self.ops.pack(DenseWeight(self.checkpoint.read_rows([(tensor, rows)], width, stored, cut)))
+        return self.ops.pack(DenseWeight(self._rows.read_rows([(tensor, rows)], width, stored, cut)))
 
 
 class _Builder:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from workers.errors import ModelRefused
 from workers.model.arch import DecoderSpec, Rope, make_rope, make_spec
+from workers.model.scheme import read_scheme
 
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamp"]
 ExpertsLayout = Literal["mixtral", "qwen3_moe", "gpt_oss"]
@@ -125,10 +126,11 @@ def plan_decoder(config: Mapping[str, Any]) -> DecoderPlan:
     known = _FAMILIES.get(spec.architecture)
     if known is None:
         raise ModelRefused(f"{spec.architecture} is not one of {', '.join(sorted(_FAMILIES))}")
-    if config.get("quantization_config"):
-        raise ModelRefused(f"{spec.architecture}: the checkpoint is quantized already, in a way that is not read yet")
+    is_quantized = read_scheme(config) is not None
     plan = known(_Reader(config, spec))
     for layer in plan.layers:
+        if is_quantized and layer.experts is not None and layer.experts.layout == "gpt_oss":
+            raise ModelRefused(f"{spec.architecture}: experts in one tensor are read unquantized only")
         if layer.rope.kind not in _ROPES:
             raise ModelRefused(f"{spec.architecture}: rope {layer.rope.kind!r} is not computed here")
     return plan

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from workers.errors import ModelDamaged, ModelRefused
+from workers.model.arch import read_config
 from workers.model.progress import Progress, ignore_progress
+from workers.model.scheme import read_scheme
 
 _MAX_HEADER_BYTES = 100 << 20
 _SAMPLE_BYTES = 4096
@@ -23,9 +25,14 @@ def load_causal_lm(folder: Path, dtype: torch.dtype, attention: str, progress: P
     """The transformers model of `folder` in `dtype`, in evaluation mode, with the registered `attention`.
 
     Raises `ModelDamaged` when weights are missing, cut short or of other shapes than config.json says, and
-    `ModelRefused` when transformers does not know the architecture or there are no safetensors.
+    `ModelRefused` when transformers does not know the architecture, weights are quantized or there are no safetensors.
     """
     progress("checking the model's files", 0.0)
+    if read_scheme(read_config(folder)) is not None:
+        raise ModelRefused(
+            f"{folder.name}: its weights are quantized already; the transformers classes need packages of their own for"
+            " that, and Baton's decoder reads them for its own families only (docs/models.md)"
+        )
     check_weights(folder)
     progress("importing transformers", 0.0)
     from transformers import AutoModelForCausalLM  # a second that only a process with a model pays
@@ -93,8 +100,8 @@ def fingerprint_weights(folder: Path) -> str:
 def _check_file(path: Path) -> int:
     header, start = _read_header(path)
     try:
-        end = max((entry["data_offsets"][1] for _, entry in _tensors_of(header)), default=0)
-    except (KeyError, IndexError, TypeError):
+        end = max((int(entry["data_offsets"][1]) for _, entry in _tensors_of(header)), default=0)
+    except (KeyError, IndexError, TypeError, ValueError):
         raise ModelDamaged(f"{path.name}: its header does not describe tensors") from None
     size = path.stat().st_size
     if size != start + end:

@@ -47,7 +47,7 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """w = scale_N * q; q is -127 to 127, one float32 scale per row."""
+    """w = scale_N * q; q is -128 to 127, one float32 scale per row."""
 
     q_NK: Tensor
     scale_N: Tensor

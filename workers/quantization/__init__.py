@@ -1,1 +1,2 @@
-"""Round-to-nearest grids: a dense weight to fewer bits and back. Plain torch; knows no model and no kernel."""
+"""Grids of fewer bits: a dense weight to numbers and back, and how checkpoints store them. Plain torch; knows no model
+and no kernel."""

@@ -8,6 +8,7 @@ from workers.errors import ModelRefused
 from workers.model.arch import Rope
 from workers.model.families import plan_decoder
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 SIZES = {
     "num_hidden_layers": 6, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "vocab_size": 1000, "intermediate_size": 512, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
@@ -98,7 +99,12 @@ def test_gpt_oss() -> None:
     [
         ("PhiForCausalLM", {}, "is not one of Gemma3ForCausalLM"),
         ("LlamaForCausalLM", {"hidden_act": "relu"}, "activation 'relu'"),
-        ("LlamaForCausalLM", {"quantization_config": {"quant_method": "gptq"}}, "quantized already"),
+        ("LlamaForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        (
+            "GptOssForCausalLM",
+            {"quantization_config": AWQ, "num_local_experts": 4, "num_experts_per_tok": 2},
+            "experts in one tensor are read unquantized",
+        ),
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "proportional"}, "rope_theta": 1e4}, "'proportional'"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "looks ahead"),
         ("Gemma3ForCausalLM", {"attention_bias": True}, "attention_bias"),
