@@ -1,4 +1,5 @@
-"""Hatch's hook: an install or a wheel carries the CPU kernels built for this machine, or goes on without them.
+"""Hatch's hook: an install or a wheel carries the CPU kernels and the fence of shared memory built for this machine, or
+goes on without them.
 
 pip shows nothing of it; `workers/native/build.json` says how it went, and `baton config` tells.
 """
@@ -23,10 +24,12 @@ class NativeKernels(BuildHookInterface):
         build = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = build  # dataclasses look their module up
         spec.loader.exec_module(build)
-        outcome = build.build(folder)
-        build_data["artifacts"].append(f"/workers/native/{build.REPORT.name}")
-        if outcome.is_built:
-            build_data["artifacts"].append(f"/workers/native/{build.LIBRARY.name}")
-            build_data["pure_python"] = False
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            build_data["tag"] = f"py3-none-{platform}"  # ctypes: any Python, this machine
+        for part in (folder, build.FENCE_FOLDER):
+            outcome = build.build(part)
+            place = part.relative_to(self.root).as_posix()
+            build_data["artifacts"].append(f"/{place}/{build.REPORT.name}")
+            if outcome.is_built:
+                build_data["artifacts"].append(f"/{place}/{build.LIBRARY.name}")
+                build_data["pure_python"] = False
+                platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+                build_data["tag"] = f"py3-none-{platform}"  # ctypes: any Python, this machine

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kv_transfer.errors import DeadlineExceeded, PeerLost, TransferError
-from kv_transfer.transports.base import DataPair, Ticket
+from kv_transfer.transports.base import AnyPair, Ticket
 
 WINDOW = 4
 """Units posted and not complete. Six to twenty percent slower than free-running sends at 2-4 MiB, and no unit waits
@@ -66,12 +66,13 @@ class BlobExchange:
 class LaneWork(Generic[T]):
     """What the owner of a lane does with it."""
 
-    open_pair: Callable[[], DataPair]
+    open_pair: Callable[[], AnyPair]
     """Opens and warms the data pair; blocks. Raises `TransferError`."""
-    post: Callable[[DataPair, T], Ticket]
-    """Announces and posts one item; never blocks; any thread, in order. Raises `TransferError`."""
-    complete: Callable[[T, Ticket], None]
-    """Waits for the ticket and uses it. Raises `TransferError`."""
+    post: Callable[[AnyPair, T], Ticket | None]
+    """Announces and posts one item; never blocks; any thread, in order. None: nothing is posted on a one-sided pair.
+    Raises `TransferError`."""
+    complete: Callable[[T, Ticket | None], None]
+    """Waits for the ticket and uses it, or does the item's work. Raises `TransferError`."""
     on_ready: Callable[[], None]
     on_ended: Callable[[str], None]
     """Once, with the reason, when the thread has ended and nothing is posted or written any more."""
@@ -81,9 +82,9 @@ class Lane(Generic[T]):
     def __init__(self, name: str, work: LaneWork[T]) -> None:
         self._work = work
         self._lock = threading.RLock()
-        self._pair: DataPair | None = None
+        self._pair: AnyPair | None = None
         self._waiting: deque[T] = deque()
-        self._posted: queue.SimpleQueue[tuple[T, Ticket] | None] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[tuple[T, Ticket | None] | None] = queue.SimpleQueue()
         self._num_posted = 0
         self._reason = ""
         self._thread = threading.Thread(target=self._run, name=f"kv-lane-{name}", daemon=True)
@@ -143,7 +144,7 @@ class Lane(Generic[T]):
             self._posted.put((item, ticket))
 
     def _run(self) -> None:
-        pair: DataPair | None = None
+        pair: AnyPair | None = None
         try:
             pair = self._work.open_pair()
             with self._lock:

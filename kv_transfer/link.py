@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from kv_transfer.choice import Choice
 from kv_transfer.errors import DeadlineExceeded, PeerLost, TransferError
 from kv_transfer.lane import BlobExchange, Lane
 from kv_transfer.messages import (
@@ -74,14 +75,26 @@ class LinkOwner(Protocol):
     def make_lane(self, link: "Link", lane_id: bytes, exchange: BlobExchange) -> "Lane[Any]": ...
 
 
+class LinkHolder(LinkOwner, Protocol):
+    """An owner that also keeps the links; all on the event loop."""
+
+    def find_link(self, incarnation: int) -> "Link | None": ...
+
+    def add_link(self, link: "Link") -> None: ...
+
+    def forget_link(self, link: "Link") -> None:
+        """The link has ended: what it carried fails."""
+        ...
+
+
 class Link:
     """`lane_arrives` yields the lane's connection and its random id once it is dialled or accepted."""
 
     def __init__(
-        self, owner: LinkOwner, peer: KVIdentity, session: bytes, connection: Connection,
+        self, owner: LinkOwner, peer: KVIdentity, choice: Choice, session: bytes, connection: Connection,
         lane_arrives: Callable[[], Awaitable[tuple[Connection, bytes]]],
     ) -> None:  # fmt: skip
-        self.peer, self.session = peer, session
+        self.peer, self.choice, self.session = peer, choice, session
         self.closed = asyncio.Event()
         self.lane: Lane[Any] | None = None
         self.is_open = self.was_open = False

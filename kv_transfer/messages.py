@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
+from kv_transfer.choice import Choice, Offer, Verify, choose_transport
 from kv_transfer.codec import Between, Codec, Size
 from kv_transfer.errors import FrameInvalid
 from kv_transfer.layout import MAX_UNIT_BYTES, NULL_BLOCK, KVLayout
@@ -53,6 +54,12 @@ class KVIdentity:
     tp: Annotated[int, Between(1, 1024)] = 1
     host_id: Annotated[str, Size(0, 128)] = ""
     transports: Annotated[tuple[Annotated[str, Size(1, 16)], ...], Size(1, 8)] = ("gloo",)
+    verify: Verify = "full"
+    """Prefill: when FIN carries digests (`choice.has_digests`)."""
+
+    def choose_transport(self, other: "KVIdentity") -> Choice | None:
+        """How bytes move between the two; None where nothing that both have reaches. Both ends choose the same."""
+        return choose_transport(Offer(self.transports, self.host_id), Offer(other.transports, other.host_id))
 
     def refusal_of(self, other: "KVIdentity") -> str | None:
         """None when the two may exchange KV caches, else the reason code of the refusal."""
@@ -63,7 +70,7 @@ class KVIdentity:
             return f"layout: {difference}"
         if other.tp != self.tp:
             return f"tp {self.tp} against {other.tp}"
-        if not set(self.transports) & set(other.transports):
+        if self.choose_transport(other) is None:
             return f"transports {','.join(self.transports)} against {','.join(other.transports)}"[:128]
         return None
 

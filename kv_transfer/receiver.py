@@ -8,16 +8,16 @@ lane's.
 """
 
 import asyncio
-import logging
-import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kv_transfer.errors import FrameInvalid, HandshakeFailed, OutOfOrder, PeerLost, TransferError
+from kv_transfer.choice import ONE_SIDED, has_digests
+from kv_transfer.dialler import Dialler
+from kv_transfer.errors import FrameInvalid, OutOfOrder, PeerLost
 from kv_transfer.events import (
     Arrived,
     ArrivedUnit,
@@ -33,11 +33,6 @@ from kv_transfer.grants import GrantAction, GrantedTransfer, GrantEvent
 from kv_transfer.lane import WARM_UP_BYTES, BlobExchange, Lane, LaneWork, is_warm_up
 from kv_transfer.link import Link
 from kv_transfer.messages import (
-    IDENTITY_CODEC,
-    LANE_CODEC,
-    LANE_PLANE,
-    SESSION_CODEC,
-    SESSION_PLANE,
     Abort,
     Adopted,
     Begin,
@@ -45,23 +40,30 @@ from kv_transfer.messages import (
     Fin,
     Grant,
     KVIdentity,
-    LaneHello,
-    SessionHello,
     SessionMessage,
     TransferKey,
     Unit,
     pack_tables,
 )
+from kv_transfer.quarantine import Quarantine
 from kv_transfer.sender import now_us
-from kv_transfer.staging import StagingBuffers, Tables, as_unit, digest_of, scatter_unit, view_cache
-from kv_transfer.transports.base import DataPair, Ticket, Transport
-from kv_transfer.wire import Connection, KeyRing, client_steps, dial
+from kv_transfer.staging import (
+    StagingBuffers,
+    Tables,
+    as_bytes,
+    as_unit,
+    digest_of,
+    gather_unit,
+    scatter_unit,
+    view_cache,
+)
+from kv_transfer.transports.base import AnyPair, DataPair, TargetPair, Ticket, Transport
+from kv_transfer.wire import KeyRing
 
-FIRST_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.0
 MAX_NOTICES = 16
 """Unit notices waiting for a receive; the sender's window of four keeps it below."""
-_log = logging.getLogger(__name__)
+MAX_WRITTEN_NOTICES = 1 << 14
+"""Unit notices of a one-sided lane waiting for their check; the sender waits for none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,8 @@ class _Receiving:
 
     grant: GrantedTransfer
     link: Link
+    target: TargetPair | None = None
+    """Of a one-sided lane, once granted."""
     trace: list[ArrivedUnit] = field(default_factory=list)
     abort_reason: str = "revoked"
 
@@ -84,17 +88,17 @@ class KVReceiver:
 
     def __init__(
         self, *, identity: KVIdentity, ring: KeyRing, data: Tensor, emit: Callable[[ReceiverEvent], None],
-        transport: Transport,
+        transports: Mapping[str, Transport],
     ) -> None:  # fmt: skip
-        self._identity, self._ring = identity, ring
+        """`transports` are those of the identity, by name."""
+        self._identity = identity
         self._cache = view_cache(data, identity.layout.keys, identity.layout.places)
-        self._emit, self._transport = emit, transport
+        self._emit, self._transports = emit, transports
+        self._quarantine = Quarantine(lambda blocks: emit(BlocksProven(blocks)))
+        self._targets: dict[Link, TargetPair] = {}
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wanted: dict[int, KVSource] = {}
-        self._keepers: dict[int, asyncio.Task[None]] = {}
+        self._dialler = Dialler(self, identity, ring)
         self._links: dict[int, Link] = {}
-        self._ending: set[Link] = set()
         self._receivings: dict[TransferKey, _Receiving] = {}
         self._last_generation = 0
 
@@ -102,26 +106,28 @@ class KVReceiver:
 
     async def start(self) -> None:
         """Ready to dial; call it on the event loop that will carry the sessions."""
-        self._loop = asyncio.get_running_loop()
+        self._dialler.start()
+        self._quarantine.start(asyncio.get_running_loop())
 
     async def close(self) -> None:
         """Ends every link; expected transfers fail. Waits up to 2 s for lane threads. Event loop."""
-        keepers = list(self._keepers.values())
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
-        await asyncio.gather(*(link.wait_lane_ended(2.0) for link in list(self._ending)))
+        await self._dialler.close()
 
     def set_sources(self, sources: Sequence[KVSource]) -> None:
         """New sources are dialled, and redialled while they stay listed; a link is never closed by leaving. Any
         thread."""
-        assert self._loop is not None, "start() comes first"
-        self._loop.call_soon_threadsafe(self._apply_sources, {source.incarnation: source for source in sources})
+        self._dialler.set_sources(sources)
 
     def open_sources(self) -> frozenset[int]:
         """Incarnations with a ready session and a warmed lane, heard within 3 s. Any thread."""
         with self._lock:
             return frozenset(incarnation for incarnation, link in self._links.items() if link.is_open)
+
+    def describe_links(self) -> tuple[str, ...]:
+        """Over what the open links move KV and why, each way once. Any thread."""
+        with self._lock:
+            choices = {link.choice for link in self._links.values() if link.is_open}
+        return tuple(sorted(f"{choice.transport}: {choice.reason}" for choice in choices))
 
     # --- transfers (engine thread) ----------------------------------------------------------------------------------
 
@@ -156,7 +162,22 @@ class KVReceiver:
             receiving.abort_reason = reason
             events = self._perform(receiving, receiving.grant.on(GrantEvent.REVOKE))
             assert not events, "a revoke reports nothing"
-            return receiving.grant.open_blocks
+            return receiving.grant.open_blocks + self._shut(receiving)
+
+    def _shut(self, receiving: _Receiving) -> tuple[int, ...]:
+        """Nobody writes under the grant from now on but into the returned blocks, which are proven later. No copies of
+        an own lane thread: see `open_blocks`."""
+        target, grant = receiving.target, receiving.grant
+        if target is None:
+            return ()
+        receiving.target = None
+        window = target.revoke(grant.generation)
+        blocks: tuple[int, ...] = ()
+        if window is not None:
+            tables = grant.tables[window.group : window.group + 1]
+            blocks = tuple(block for table in tables for block in table[window.page : window.page + 1])
+        self._quarantine.retire(target, grant.generation, blocks)
+        return blocks
 
     # --- the state machine's hands (under the lock) -----------------------------------------------------------------
 
@@ -165,11 +186,12 @@ class KVReceiver:
         for action in actions:
             match action:
                 case GrantAction.SEND_GRANT:
-                    self._last_generation += 1
-                    grant.generation = self._last_generation
+                    if not self._open_generation(receiving):
+                        return events + self._perform(receiving, grant.fail("grants_exhausted"))
                     num_pages = self._identity.layout.num_blocks(grant.num_tokens)
                     link.send(Grant(*grant.key, grant.generation, pack_tables(grant.tables, num_pages)))
                 case GrantAction.SEND_ADOPTED:
+                    self._shut(receiving)
                     link.send(Adopted(*grant.key))
                 case GrantAction.SEND_ABORT:
                     link.send(Abort(*grant.key, grant.failure or receiving.abort_reason))
@@ -182,78 +204,35 @@ class KVReceiver:
             del self._receivings[grant.key]
         return events
 
+    def _open_generation(self, receiving: _Receiving) -> bool:
+        """Numbers the grant, and lets a one-sided writer in; False when its lane is not open or has no room."""
+        receiving.target = self._targets.get(receiving.link)
+        generation: int | None = self._last_generation + 1
+        if receiving.link.choice.transport in ONE_SIDED:
+            generation = receiving.target.grant(self._last_generation) if receiving.target is not None else None
+        if generation is None:
+            receiving.target = None
+            return False
+        receiving.grant.generation = self._last_generation = generation
+        return True
+
     def _emit_all(self, events: Sequence[ReceiverEvent]) -> None:
         for event in events:
             self._emit(event)
 
-    # --- sources and links (event loop) -----------------------------------------------------------------------------
+    # --- links (event loop) -----------------------------------------------------------------------------------------
 
-    def _apply_sources(self, wanted: dict[int, KVSource]) -> None:
-        self._wanted = wanted
-        for incarnation in wanted:
-            if incarnation not in self._keepers:
-                task = asyncio.create_task(self._keep(incarnation), name=f"kv-source-{incarnation:x}")
-                self._keepers[incarnation] = task
+    def find_link(self, incarnation: int) -> Link | None:
+        return self._links.get(incarnation)
 
-    async def _keep(self, incarnation: int) -> None:
-        """Dials a source and serves its link, again and again while it is listed."""
-        backoff_s = FIRST_BACKOFF_S
-        try:
-            while (source := self._wanted.get(incarnation)) is not None:
-                try:
-                    was_open = await self._serve(source)
-                    backoff_s = FIRST_BACKOFF_S if was_open else backoff_s
-                except TransferError as error:
-                    _log.info("cannot dial prefill worker %x: %s", incarnation, error)
-                except Exception:  # noqa: BLE001  # the edge of a link: its transfers failed, it is dialled anew
-                    _log.exception("link to prefill worker %x failed", incarnation)
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-        finally:
-            del self._keepers[incarnation]
-
-    async def _serve(self, source: KVSource) -> bool:
-        """Dials and serves one link until it ends; returns whether it ever was open. Raises `TransferError`."""
-        session = secrets.token_bytes(8)
-        body = IDENTITY_CODEC.encode(SessionHello(self._identity, source.incarnation, session))
-
-        def check(peer_body: bytes) -> None:
-            self._check_peer(peer_body, source.incarnation)
-
-        steps = client_steps(self._ring, SESSION_PLANE, body, check)
-        connection = await dial(source.host, source.port, steps, SESSION_CODEC.max_frame_bytes)
-        identity = IDENTITY_CODEC.decode(connection.peer_body)
-        assert isinstance(identity, KVIdentity)
-
-        async def lane_arrives() -> tuple[Connection, bytes]:
-            lane = secrets.token_bytes(8)
-            _log.info("opening lane %s to prefill worker %x", lane.hex()[:8], source.incarnation)
-            hello = IDENTITY_CODEC.encode(LaneHello(self._identity.incarnation, session, lane, 0, 0))
-            steps = client_steps(self._ring, LANE_PLANE, hello, check)
-            return await dial(source.host, source.port, steps, LANE_CODEC.max_frame_bytes), lane
-
-        link = Link(self, identity, session, connection, lane_arrives)
+    def add_link(self, link: Link) -> None:
         with self._lock:
-            self._links[source.incarnation] = link
-        try:
-            reason = await link.run()
-            _log.info("link to prefill worker %x ended: %s", source.incarnation, reason)
-        finally:
-            self._forget(link)
-        return link.was_open
+            self._links[link.peer.incarnation] = link
 
-    def _check_peer(self, peer_body: bytes, wanted: int) -> None:
-        identity = IDENTITY_CODEC.decode(peer_body)
-        if not isinstance(identity, KVIdentity) or identity.incarnation != wanted:
-            raise HandshakeFailed("another process answers at this address")
-        refusal = self._identity.refusal_of(identity)
-        if refusal is not None:
-            raise HandshakeFailed(f"the peer's KV cache does not fit: {refusal}")
-
-    def _forget(self, link: Link) -> None:
+    def forget_link(self, link: Link) -> None:
         events: list[ReceiverEvent] = []
-        self._ending = {former for former in (*self._ending, link) if not former.has_lane_ended}
         with self._lock:
+            self._targets.pop(link, None)
             if self._links.get(link.peer.incarnation) is link:
                 del self._links[link.peer.incarnation]
             for receiving in [r for r in self._receivings.values() if r.link is link]:
@@ -296,49 +275,84 @@ class KVReceiver:
         if unit.num_bytes != wanted:
             raise FrameInvalid(f"a unit of {unit.num_bytes} bytes is announced, its shape needs {wanted}")
         assert link.lane is not None
-        if link.lane.num_waiting >= MAX_NOTICES:
-            raise FrameInvalid(f"over {MAX_NOTICES} units are announced at once")
-        link.lane.offer(unit)
+        is_written = link in self._targets
+        limit = MAX_WRITTEN_NOTICES if is_written else MAX_NOTICES
+        if link.lane.num_waiting >= limit:
+            raise FrameInvalid(f"over {limit} units are announced at once")
+        if is_written and not has_digests(link.peer.verify, link.choice.transport):
+            self._take_written(link, unit)
+        else:
+            link.lane.offer(unit)
 
     def make_lane(self, link: Link, lane_id: bytes, exchange: BlobExchange) -> Lane[Unit]:
-        buffers = StagingBuffers()
+        buffers, transport = StagingBuffers(), self._transports[link.choice.transport]
 
-        def open_pair() -> DataPair:
-            pair = self._transport.open(0, lane_id, exchange)
+        def open_pair() -> AnyPair:
+            pair = transport.open(0, lane_id, exchange)
+            if isinstance(pair, TargetPair):
+                with self._lock:
+                    self._targets[link] = pair
+                return pair
+            assert isinstance(pair, DataPair), "the receiver's end"
             ticket = pair.receive(torch.empty(WARM_UP_BYTES, dtype=torch.uint8))
             ticket.wait()
             if not is_warm_up(lane_id, ticket.buffer):
-                self._transport.renew()
+                transport.renew()
                 raise PeerLost("a stranger is on the lane's data pair")
             return pair
 
-        def post(pair: DataPair, unit: Unit) -> Ticket:
-            return pair.receive(buffers.take(unit.num_bytes))
+        def post(pair: AnyPair, unit: Unit) -> Ticket | None:
+            return pair.receive(buffers.take(unit.num_bytes)) if isinstance(pair, DataPair) else None
 
-        def complete(unit: Unit, ticket: Ticket) -> None:
+        def complete(unit: Unit, ticket: Ticket | None) -> None:
+            if ticket is None:
+                self._take_written(link, unit)
+                return
             ticket.wait()
             self._write(link, unit, ticket.buffer)
             buffers.give(ticket.buffer)
 
         return Lane(lane_id.hex()[:8], LaneWork(open_pair, post, complete, link.lane_is_warm, link.lane_has_ended))
 
+    def _find(self, link: Link, unit: Unit) -> tuple[_Receiving | None, list[ReceiverEvent]]:
+        """The grant that a unit on this link belongs to, and what follows when it does not fit it. Under the lock."""
+        receiving = self._receivings.get(TransferKey(unit.stream, unit.attempt))
+        if receiving is None or receiving.link is not link or receiving.grant.generation != unit.generation:
+            return None, []
+        misfit = receiving.grant.misfit_of(unit)
+        if misfit is not None:
+            return None, self._perform(receiving, receiving.grant.fail(misfit))
+        return receiving, []
+
+    def _take_written(self, link: Link, unit: Unit) -> None:
+        """Counts a unit that the sender has written itself: none of its blocks is in a window of ours."""
+        arrived_us = now_us()
+        with self._lock:
+            receiving, events = self._find(link, unit)
+            is_counted = receiving is not None and receiving.grant.open_window(unit, ())
+        if receiving is not None and is_counted:
+            digest = None
+            if has_digests(link.peer.verify, link.choice.transport):
+                part = (unit.first_token, unit.num_tokens, unit.first_layer, unit.num_layers)
+                digest = digest_of(as_bytes(gather_unit(self._cache, receiving.grant.tables, *part)))
+            with self._lock:
+                receiving.trace.append(ArrivedUnit(unit.num_bytes, arrived_us))
+                actions, _ = receiving.grant.close_window(unit, (), digest)
+                events = self._perform(receiving, actions)
+        self._emit_all(events)
+
     def _write(self, link: Link, unit: Unit, buffer: Tensor) -> None:
         """Writes a received unit into its blocks under the write window, or drops it when nobody grants it any more."""
         arrived_us = now_us()
         layout = self._identity.layout
-        events: list[ReceiverEvent] = []
         with self._lock:
-            receiving = self._receivings.get(TransferKey(unit.stream, unit.attempt))
+            receiving, events = self._find(link, unit)
             is_writable = False
-            if receiving is not None and receiving.link is link and receiving.grant.generation == unit.generation:
-                misfit = receiving.grant.misfit_of(unit)
-                if misfit is not None:
-                    events = self._perform(receiving, receiving.grant.fail(misfit))
-                else:
-                    blocks = self._cache.touched_blocks(
-                        receiving.grant.tables, unit.first_token, unit.num_tokens, unit.first_layer, unit.num_layers
-                    )
-                    is_writable = receiving.grant.open_window(unit, blocks)
+            if receiving is not None:
+                blocks = self._cache.touched_blocks(
+                    receiving.grant.tables, unit.first_token, unit.num_tokens, unit.first_layer, unit.num_layers
+                )
+                is_writable = receiving.grant.open_window(unit, blocks)
         if receiving is not None and is_writable:
             scatter_unit(
                 self._cache, receiving.grant.tables, as_unit(buffer, layout, unit.num_tokens, unit.num_layers),

@@ -6,36 +6,31 @@ changes. Events are emitted after it is released, from whichever thread caused t
 lane's.
 """
 
-import asyncio
-import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kv_transfer.errors import FrameInvalid, OutOfOrder, TransferError
+from kv_transfer.choice import has_digests
+from kv_transfer.copies import Part
+from kv_transfer.direct import DirectWriter
+from kv_transfer.errors import OutOfOrder, TransferError
 from kv_transfer.events import Adopted, Granted, PeerDown, PeerUp, SenderEvent, SendTrace, SentUnit, TransferFailed
 from kv_transfer.lane import BlobExchange, Lane, LaneWork, make_warm_up
 from kv_transfer.layout import MAX_UNIT_BYTES
 from kv_transfer.link import Link
+from kv_transfer.listener import Listener
 from kv_transfer.messages import (
-    IDENTITY_CODEC,
-    LANE_PLANE,
     MAX_META_BYTES,
-    SESSION_CODEC,
-    SESSION_PLANE,
     Abort,
     Begin,
     Drained,
     Fin,
     Grant,
     KVIdentity,
-    LaneHello,
-    SessionHello,
     SessionMessage,
     TransferKey,
     Unit,
@@ -45,12 +40,8 @@ from kv_transfer.messages import (
 from kv_transfer.messages import Adopted as AdoptedMessage
 from kv_transfer.session import SendAction, SendEvent, SendTransfer
 from kv_transfer.staging import TORCH_DTYPES, Tables, as_bytes, digest_of, gather_unit, view_cache
-from kv_transfer.transports.base import DataPair, Ticket, Transport
-from kv_transfer.wire import Connection, KeyRing, establish, listen_steps
-
-MAX_CONNECTIONS = 256
-"""Sessions, and handshakes under way. Each handshake ends within wire.HANDSHAKE_TIMEOUT_S."""
-_log = logging.getLogger(__name__)
+from kv_transfer.transports.base import AnyPair, DataPair, Ticket, Transport, WriterPair
+from kv_transfer.wire import KeyRing
 
 
 def now_us() -> int:
@@ -64,6 +55,8 @@ class _Sending:
     transfer: SendTransfer
     link: Link
     dtype: torch.dtype
+    target_tables: Tables = ()
+    """The grant's, for a one-sided lane."""
     queued: "list[_QueuedUnit]" = field(default_factory=list)
     trace: list[SentUnit] = field(default_factory=list)
     failure: str = "peer_lost"
@@ -73,8 +66,7 @@ class _Sending:
 class _QueuedUnit:
     sending: _Sending
     index: int
-    part: tuple[int, int, int, int]
-    """first_token, num_tokens, first_layer, num_layers"""
+    part: Part
     buffer: Tensor
     pushed_us: int
 
@@ -89,40 +81,38 @@ class KVSender:
 
     def __init__(
         self, *, identity: KVIdentity, ring: KeyRing, data: Tensor, host: str, emit: Callable[[SenderEvent], None],
-        transport: Transport, verify: Literal["off", "full"] = "full",
+        transports: Mapping[str, Transport],
     ) -> None:  # fmt: skip
-        self._identity, self._ring, self._host = identity, ring, host
+        """`transports` are those of the identity, by name."""
+        self._identity, self._host = identity, host
         self._cache = view_cache(data, identity.layout.keys, identity.layout.places)
-        self._emit, self._transport, self._verify = emit, transport, verify
+        self._data, self._emit, self._transports = data, emit, transports
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
-        self._ending: set[Link] = set()
-        self._lanes: dict[bytes, asyncio.Future[tuple[Connection, bytes]]] = {}
         self._sendings: dict[TransferKey, _Sending] = {}
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: dict[Link, DirectWriter] = {}
+        self._listener = Listener(self, identity, ring)
 
     # --- lifetime (event loop) --------------------------------------------------------------------------------------
 
     async def start(self, port: int = 0) -> int:
         """Listens for sessions and lanes on one port of `host`; returns it."""
-        self._server = await asyncio.start_server(self._accept, self._host, port)
-        listening: int = self._server.sockets[0].getsockname()[1]
-        return listening
+        return await self._listener.start(self._host, port)
 
     async def close(self) -> None:
         """Ends every link; open transfers fail. Waits up to 2 s for lane threads."""
-        if self._server is not None:
-            self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(link.wait_lane_ended(2.0) for link in list(self._ending)))
+        await self._listener.close()
 
     def open_peers(self) -> tuple[int, ...]:
         """Incarnations with a ready session and a warmed lane, heard within 3 s. Any thread."""
         with self._lock:
             return tuple(sorted(incarnation for incarnation, link in self._links.items() if link.is_open))
+
+    def describe_links(self) -> tuple[str, ...]:
+        """Over what the open links move KV and why, each way once. Any thread."""
+        with self._lock:
+            choices = {link.choice for link in self._links.values() if link.is_open}
+        return tuple(sorted(f"{choice.transport}: {choice.reason}" for choice in choices))
 
     # --- transfers (engine thread) ----------------------------------------------------------------------------------
 
@@ -144,29 +134,53 @@ class KVSender:
         self, key: tuple[bytes, int], tables: Tables, first_token: int, num_tokens: int, first_layer: int,
         num_layers: int,
     ) -> None:  # fmt: skip
-        """Copies this part of the cache into a unit; it is sent once granted. A transfer that is over swallows it.
+        """Copies this part of the cache: into a unit that is sent once granted, or, granted and on a one-sided lane,
+        straight into the peer's blocks. A transfer that is over swallows it.
 
         `tables` are the block tables as they are now. Units of a layer come in token order without gap. Raises
         ValueError for a part outside the transfer.
         """
-        part = (first_token, num_tokens, first_layer, num_layers)
+        part = Part(first_token, num_tokens, first_layer, num_layers)
         with self._lock:
             sending = self._sendings.get(TransferKey(*key))
             if sending is None or not sending.transfer.takes_units:
                 return
+            writer = self._writer_for(sending)
+            self._check_size(sending, part)
             index = sending.transfer.add_unit(*part)
+            sending.transfer.in_lane += writer is not None
+        pushed_us = now_us()
+        if writer is not None:
+            try:
+                is_written = writer.write_part(sending.transfer.generation, tables, sending.target_tables, part)
+            except TransferError as error:
+                sending.link.end(f"write: {error}")
+                return  # the transfer ends with its link
+            self._count_written(sending, index, part, pushed_us, is_written)
+            return
         unit = gather_unit(self._cache, tables, *part, dtype=sending.dtype)
         buffer = as_bytes(unit.cpu())  # of a cache on a GPU: what travels lies in host memory
-        if buffer.numel() > MAX_UNIT_BYTES:
-            raise ValueError(
-                f"a unit of {buffer.numel()} bytes is over the limit of {MAX_UNIT_BYTES}: push fewer layers"
-            )
-        queued = _QueuedUnit(sending, index, part, buffer, now_us())
+        queued = _QueuedUnit(sending, index, part, buffer, pushed_us)
         with self._lock:
             if sending.transfer.is_granted:
                 self._release(sending, [queued])
             elif sending.transfer.takes_units:
                 sending.queued.append(queued)
+
+    def _writer_for(self, sending: _Sending) -> DirectWriter | None:
+        """Who may write the next unit at once, if it is granted, without digests, and nothing is before it."""
+        link, transfer = sending.link, sending.transfer
+        if not transfer.is_granted or transfer.in_lane > 0 or self._has_digests(link):
+            return None
+        return self._writers.get(link)
+
+    def _check_size(self, sending: _Sending, part: Part) -> None:
+        num_bytes = sending.link.peer.layout.unit_bytes(part.num_tokens, part.num_layers)
+        if num_bytes > MAX_UNIT_BYTES:
+            raise ValueError(f"a unit of {num_bytes} bytes is over the limit of {MAX_UNIT_BYTES}: push fewer layers")
+
+    def _has_digests(self, link: Link) -> bool:
+        return has_digests(self._identity.verify, link.choice.transport)
 
     def finish(self, key: tuple[bytes, int], meta: bytes) -> None:
         """FIN with `meta` goes out once every unit is sent. A transfer that is over swallows it. Raises ValueError."""
@@ -241,80 +255,19 @@ class KVSender:
         for event in events:
             self._emit(event)
 
-    # --- sessions (event loop) --------------------------------------------------------------------------------------
+    # --- links (event loop) -----------------------------------------------------------------------------------------
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._tasks) >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._tasks.add(task)
-        body = IDENTITY_CODEC.encode(self._identity)
-        checks = {SESSION_PLANE: self._refusal_of_session, LANE_PLANE: self._refusal_of_lane}
-        try:
-            connection = await establish(
-                listen_steps(self._ring, body, checks), reader, writer, SESSION_CODEC.max_frame_bytes
-            )
-            hello = IDENTITY_CODEC.decode(connection.peer_body)
-            if isinstance(hello, SessionHello):
-                await self._serve(connection, hello)
-            elif isinstance(hello, LaneHello):
-                arrives = self._lanes.pop(hello.session, None)
-                if arrives is None or arrives.done():
-                    connection.abort()
-                else:
-                    arrives.set_result((connection, hello.lane))
-        except TransferError as error:
-            _log.info("refused a connection: %s", error)
-        except asyncio.CancelledError:
-            pass  # only `close` cancels these tasks, and it waits for them
-        finally:
-            self._tasks.discard(task)
+    def find_link(self, incarnation: int) -> Link | None:
+        return self._links.get(incarnation)
 
-    def _refusal_of_session(self, body: bytes) -> str | None:
-        hello = IDENTITY_CODEC.decode(body)
-        if not isinstance(hello, SessionHello):
-            raise FrameInvalid("a session starts with its own hello")
-        if hello.wanted != self._identity.incarnation:
-            return "wrong_incarnation"
-        return self._identity.refusal_of(hello.identity)
-
-    def _refusal_of_lane(self, body: bytes) -> str | None:
-        hello = IDENTITY_CODEC.decode(body)
-        if not isinstance(hello, LaneHello):
-            raise FrameInvalid("a lane starts with its own hello")
-        link = self._links.get(hello.incarnation)
-        if link is None or link.session != hello.session or hello.session not in self._lanes:
-            return "no_session"
-        return None if (hello.source_rank, hello.target_rank) == (0, 0) else "no_such_rank"
-
-    async def _serve(self, connection: Connection, hello: SessionHello) -> None:
-        incarnation = hello.identity.incarnation
-        former = self._links.get(incarnation)
-        if former is not None:
-            former.end("superseded")
-            await former.closed.wait()
-        arrives: asyncio.Future[tuple[Connection, bytes]] = asyncio.get_running_loop().create_future()
-        self._lanes[hello.session] = arrives
-
-        async def lane_arrives() -> tuple[Connection, bytes]:
-            return await arrives
-
-        link = Link(self, hello.identity, hello.session, connection, lane_arrives)
+    def add_link(self, link: Link) -> None:
         with self._lock:
-            self._links[incarnation] = link
-        try:
-            reason = await link.run()
-            _log.info("link to decode worker %x ended: %s", incarnation, reason)
-        finally:
-            self._lanes.pop(hello.session, None)
-            self._forget(link)
+            self._links[link.peer.incarnation] = link
 
-    def _forget(self, link: Link) -> None:
+    def forget_link(self, link: Link) -> None:
         events: list[SenderEvent] = []
-        self._ending = {former for former in (*self._ending, link) if not former.has_lane_ended}
         with self._lock:
+            self._writers.pop(link, None)
             if self._links.get(link.peer.incarnation) is link:
                 del self._links[link.peer.incarnation]
             for sending in [s for s in self._sendings.values() if s.link is link]:
@@ -341,7 +294,7 @@ class KVSender:
         if isinstance(message, Grant):
             theirs = link.peer.layout
             num_pages = theirs.num_blocks(sending.transfer.num_tokens)
-            unpack_tables(message.tables, len(theirs.layer_groups), num_pages)  # or the link ends
+            sending.target_tables = unpack_tables(message.tables, len(theirs.layer_groups), num_pages)
             sending.transfer.generation = message.generation
             return self._step(sending, SendEvent.GRANT)
         if isinstance(message, Abort):
@@ -352,23 +305,54 @@ class KVSender:
     # --- lanes ------------------------------------------------------------------------------------------------------
 
     def make_lane(self, link: Link, lane_id: bytes, exchange: BlobExchange) -> Lane[_QueuedUnit]:
-        def open_pair() -> DataPair:
-            pair = self._transport.open(1, lane_id, exchange)
-            pair.send(make_warm_up(lane_id)).wait()
+        def open_pair() -> AnyPair:
+            pair = self._transports[link.choice.transport].open(1, lane_id, exchange)
+            if isinstance(pair, WriterPair):
+                writer = DirectWriter(self._data, self._identity.layout, pair, link.peer.layout)
+                with self._lock:
+                    self._writers[link] = writer
+            else:
+                assert isinstance(pair, DataPair), "the sender's end"
+                pair.send(make_warm_up(lane_id)).wait()
             return pair
 
-        def post(pair: DataPair, unit: _QueuedUnit) -> Ticket:
-            link.send_lane(unit.sending.transfer.notice(unit.index, unit.part, unit.buffer.numel()))
+        def post(pair: AnyPair, unit: _QueuedUnit) -> Ticket | None:
+            if not isinstance(pair, DataPair):
+                return None
+            self._announce(unit.sending, unit.index, unit.part)
             return pair.send(unit.buffer)
 
         work = LaneWork(open_pair, post, self._complete, link.lane_is_warm, link.lane_has_ended)
         return Lane(lane_id.hex()[:8], work)
 
-    def _complete(self, unit: _QueuedUnit, ticket: Ticket) -> None:
-        digest = digest_of(unit.buffer) if self._verify == "full" else None
-        ticket.wait()
+    def _announce(self, sending: _Sending, index: int, part: Part) -> None:
+        num_bytes = sending.link.peer.layout.unit_bytes(part.num_tokens, part.num_layers)
+        sending.link.send_lane(sending.transfer.notice(index, part, num_bytes))
+
+    def _complete(self, unit: _QueuedUnit, ticket: Ticket | None) -> None:
         sending = unit.sending
+        digest = digest_of(unit.buffer) if self._has_digests(sending.link) else None
+        if ticket is not None:
+            ticket.wait()
+            self._count_sent(sending, unit.part, unit.pushed_us, digest)
+            return
         with self._lock:
-            sending.trace.append(SentUnit(*unit.part, unit.buffer.numel(), unit.pushed_us, now_us()))
+            writer, tables = self._writers.get(sending.link), sending.target_tables
+        if writer is not None:
+            is_written = writer.write_unit(sending.transfer.generation, unit.buffer, tables, unit.part)
+            self._count_written(sending, unit.index, unit.part, unit.pushed_us, is_written, digest)
+
+    def _count_written(
+        self, sending: _Sending, index: int, part: Part, pushed_us: int, is_written: bool, digest: int | None = None
+    ) -> None:
+        """A unit that the fence turned away is not announced: decode has revoked, and its ABORT is on the way."""
+        if is_written:
+            self._announce(sending, index, part)
+        self._count_sent(sending, part, pushed_us, digest)
+
+    def _count_sent(self, sending: _Sending, part: Part, pushed_us: int, digest: int | None) -> None:
+        num_bytes = sending.link.peer.layout.unit_bytes(part.num_tokens, part.num_layers)
+        with self._lock:
+            sending.trace.append(SentUnit(*part, num_bytes, pushed_us, now_us()))
             events = self._perform(sending, sending.transfer.unit_sent(digest))
         self._emit_all(events)

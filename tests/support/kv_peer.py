@@ -7,6 +7,7 @@ Speaks JSON lines: commands on stdin, events and answers on stdout. The cache co
 import asyncio
 import dataclasses
 import json
+import math
 import sys
 import threading
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from kv_transfer.channel import Adopted, Arrived, BlocksProven, KVReceiver, KVSender, KVSource
 from kv_transfer.layout import KVLayout, plan_units
 from kv_transfer.messages import KVIdentity
+from kv_transfer.pool import SharedPool
 from kv_transfer.staging import gather_unit, scatter_unit, view_cache
 from kv_transfer.transports import gloo
 from kv_transfer.transports.select import make_transport
@@ -31,10 +33,13 @@ def content(seed: int, num_tokens: int, layout: KVLayout) -> torch.Tensor:
     return ((numbers * 31 + seed * 7) % 251 - 125).to(torch.float32)
 
 
-def make_cache(layout: KVLayout, num_blocks: int) -> torch.Tensor:
+def make_cache(layout: KVLayout, num_blocks: int, pool: SharedPool | None = None) -> torch.Tensor:
+    """A zeroed cache, in `pool` where one is given."""
     dtype = torch.float32 if layout.dtype == "fp32" else torch.bfloat16
-    shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
-    return torch.zeros(shape, dtype=dtype)
+    shape = layout.cache_shape(num_blocks)
+    if pool is None:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.from_numpy(pool.allocate(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
 
 def fill(data: torch.Tensor, blocks: list[int], unit: torch.Tensor) -> None:
@@ -49,21 +54,24 @@ def is_content(data: torch.Tensor, blocks: list[int], unit: torch.Tensor) -> boo
 class Peer:
     def __init__(self, role: str, settings: dict[str, Any]) -> None:
         self.layout = KVLayout(**settings["layout"])
-        self.data = make_cache(self.layout, settings["num_blocks"])
+        name = settings["transport"]
+        pool = SharedPool() if name == "shm" and role == "receiver" else None
+        self.data = make_cache(self.layout, settings["num_blocks"], pool)
         identity = KVIdentity(
-            settings["incarnation"], settings.get("digest", "d"), self.layout, transports=(settings["transport"],)
-        )
+            settings["incarnation"], settings.get("digest", "d"), self.layout, host_id="here", transports=(name,),
+            verify=settings.get("verify", "full"),
+        )  # fmt: skip
         ring = KeyRing((("k", bytes.fromhex(settings.get("secret", "00" * 32))),))
-        transport = make_transport(settings["transport"], HOST)
+        transports = {name: make_transport(name, HOST, pool)}
         self.sender: KVSender | None = None
         self.receiver: KVReceiver | None = None
         if role == "sender":
             self.sender = KVSender(
-                identity=identity, ring=ring, data=self.data, host=HOST, emit=self.emit, transport=transport
+                identity=identity, ring=ring, data=self.data, host=HOST, emit=self.emit, transports=transports
             )
         else:
             self.receiver = KVReceiver(
-                identity=identity, ring=ring, data=self.data, emit=self.emit, transport=transport
+                identity=identity, ring=ring, data=self.data, emit=self.emit, transports=transports
             )
 
     def tell(self, **fields: object) -> None:

@@ -1,5 +1,5 @@
-"""Builds the CPU kernels beside their sources: `make native`, and pip by the hook in hatch_build.py. Standard library
-only: it runs before anything is installed.
+"""Builds the CPU kernels, and the fence of shared memory, beside their sources: `make native`, and pip by the hook in
+hatch_build.py. Standard library only: it runs before anything is installed.
 
     libbaton.so   the library; it carries the hash of the sources it was built from
     build.json    how that went: `Outcome`, the reason where there is no library
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+FENCE_FOLDER = FOLDER.parents[1] / "kv_transfer" / "native"
 LIBRARY = FOLDER / "libbaton.so"
 REPORT = FOLDER / "build.json"
 COMPILERS = ("g++", "c++", "clang++")
@@ -125,10 +126,11 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> int:
-    outcome = build()
-    text = f"built in {outcome.seconds} s by {outcome.compiler}" if outcome.is_built else outcome.reason
-    sys.stdout.write(f"native kernels: {text}\n")
-    return 0 if outcome.is_built else 1
+    outcomes = {"native kernels": build(), "fence of shared memory": build(FENCE_FOLDER)}
+    for name, outcome in outcomes.items():
+        text = f"built in {outcome.seconds} s by {outcome.compiler}" if outcome.is_built else outcome.reason
+        sys.stdout.write(f"{name}: {text}\n")
+    return 0 if all(outcome.is_built for outcome in outcomes.values()) else 1
 
 
 if __name__ == "__main__":

@@ -39,10 +39,12 @@ from kv_transfer.messages import (
     SessionHello,
     Unit,
 )
+from kv_transfer.pool import SharedPool
 from kv_transfer.staging import gather_unit, view_cache
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.select import make_transport
 from kv_transfer.wire import Connection, KeyRing, client_steps, dial
+from tests.support.kv_peer import make_cache
 
 HOST = "127.0.0.1"
 RING = KeyRing((("k", b"k" * 32),))
@@ -64,6 +66,7 @@ class Channel:
     target: torch.Tensor
     sent: list[object] = field(default_factory=list)
     received: list[object] = field(default_factory=list)
+    pool: SharedPool | None = None
     port: int = 0
 
     async def open(self) -> None:
@@ -75,6 +78,8 @@ class Channel:
     async def close(self) -> None:
         await self.receiver.close()
         await self.sender.close()
+        if self.pool is not None:
+            self.pool.close()
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
@@ -84,25 +89,32 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
         await asyncio.sleep(0.002)
 
 
-def make_channel(name: Any, receiver: KVIdentity | None = None, ring: KeyRing = RING, verify: Any = "full") -> Channel:
+def make_channel(
+    name: Any, receiver: KVIdentity | None = None, ring: KeyRing = RING, verify: Any = "full",
+    layout: KVLayout = OTHER_BLOCKS,
+) -> Channel:  # fmt: skip
     source = torch.randn(4, 10, 2, 2, 4, 8, generator=torch.Generator().manual_seed(1))
-    target = torch.zeros(4, 8, 2, 2, 8, 8, dtype=torch.bfloat16)
+    pool = SharedPool() if name == "shm" else None
+    target = make_cache(layout, 8, pool)
     sent: list[object] = []
     received: list[object] = []
-    transport = make_transport(name, HOST)
-    receiver = receiver or KVIdentity(2, "digest", OTHER_BLOCKS, transports=(name,))
+    transport = make_transport(name, HOST, pool)
+    offer: Any = {"host_id": "here", "transports": (name,)}
+    receiver = receiver or KVIdentity(2, "digest", layout, **offer)
     return Channel(
         transport,
         KVSender(
-            identity=KVIdentity(1, "digest", LAYOUT, transports=(name,)), ring=RING, data=source, host=HOST,
-            emit=sent.append, transport=transport, verify=verify,
+            identity=KVIdentity(1, "digest", LAYOUT, verify=verify, **offer), ring=RING, data=source, host=HOST,
+            emit=sent.append, transports={transport.name: transport},
         ),
-        KVReceiver(identity=receiver, ring=ring, data=target, emit=received.append, transport=transport),
-        source, target, sent, received,
+        KVReceiver(
+            identity=receiver, ring=ring, data=target, emit=received.append, transports={transport.name: transport}
+        ),
+        source, target, sent, received, pool,
     )  # fmt: skip
 
 
-@pytest.fixture(params=["loopback", "gloo"])
+@pytest.fixture(params=["loopback", "gloo", "shm"])
 def name(request: pytest.FixtureRequest) -> str:
     transport: str = request.param
     return transport
@@ -139,7 +151,7 @@ def test_a_prompt_is_handed_over(name: str, skip: int, verify: str):
         channel.sender.begin(KEY, 2, TOKENS, skip)
         push_all(channel.sender, skip)
         channel.sender.finish(KEY, b"first token")
-        await until(lambda: bool(of(channel.sent, Adopted)))
+        await until(lambda: bool(of(channel.sent, Adopted) and of(channel.received, Arrived)))
         (arrived,), (adopted,) = of(channel.received, Arrived), of(channel.sent, Adopted)
         assert (arrived.key, arrived.meta) == (KEY, b"first token")
         assert is_equal(channel, skip)

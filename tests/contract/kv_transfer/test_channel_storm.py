@@ -18,9 +18,11 @@ import torch
 from kv_transfer.channel import Adopted, Arrived, BlocksProven, Granted, KVReceiver, KVSender, KVSource, TransferFailed
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import KVIdentity, TransferKey
+from kv_transfer.pool import SharedPool
 from kv_transfer.staging import gather_unit, view_cache
 from kv_transfer.transports.select import make_transport
 from kv_transfer.wire import KeyRing
+from tests.support.kv_peer import make_cache
 
 HOST = "127.0.0.1"
 LAYOUT = KVLayout(4, 2, 32, 16, "fp32")
@@ -104,21 +106,23 @@ def run_storm(sender: KVSender, decode: Decode, sent: Any, received: Any, num_tr
     assert all(isinstance(e, Granted | Adopted | TransferFailed) or type(e).__name__ == "PeerUp" for e in sent.queue)
 
 
-@pytest.mark.parametrize(("name", "num_transfers"), [("loopback", 300), ("gloo", 300)])
+@pytest.mark.parametrize(("name", "num_transfers"), [("loopback", 300), ("gloo", 300), ("shm", 300)])
 def test_a_storm_of_aborted_transfers_leaks_nothing(name: Any, num_transfers: int):
     async def scenario() -> None:
         shape = (4, NUM_BLOCKS, 2, 2, 16, 32)
-        source, target = torch.randn(shape), torch.zeros(shape)
+        pool = SharedPool() if name == "shm" else None
+        source, target = torch.randn(shape), make_cache(LAYOUT, NUM_BLOCKS, pool)
         sent: queue.Queue[object] = queue.Queue()
         received: queue.Queue[object] = queue.Queue()
-        transport, ring = make_transport(name, HOST), KeyRing((("k", b"k" * 32),))
+        transport, ring = make_transport(name, HOST, pool), KeyRing((("k", b"k" * 32),))
+        offer: Any = {"host_id": "here", "transports": (name,)}
         sender = KVSender(
-            identity=KVIdentity(1, "d", LAYOUT, transports=(name,)), ring=ring, data=source, host=HOST, emit=sent.put,
-            transport=transport,
+            identity=KVIdentity(1, "d", LAYOUT, verify="auto", **offer), ring=ring, data=source, host=HOST,
+            emit=sent.put, transports={transport.name: transport},
         )  # fmt: skip
         receiver = KVReceiver(
-            identity=KVIdentity(2, "d", LAYOUT, transports=(name,)), ring=ring, data=target, emit=received.put,
-            transport=transport,
+            identity=KVIdentity(2, "d", LAYOUT, **offer), ring=ring, data=target, emit=received.put,
+            transports={transport.name: transport},
         )  # fmt: skip
         port = await sender.start()
         await receiver.start()
@@ -136,6 +140,8 @@ def test_a_storm_of_aborted_transfers_leaks_nothing(name: Any, num_transfers: in
         assert receiver.open_sources() == {1}
         await receiver.close()
         await sender.close()
+        if pool is not None:
+            pool.close()
         while any(t.name.startswith("kv-") for t in threading.enumerate()):
             assert time.monotonic() < deadline + 5, "lane threads are left"
             await asyncio.sleep(0.01)

@@ -104,11 +104,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., PeerProcess]]:
+def transport() -> str:
+    return "gloo"
+
+
+@pytest.fixture
+def start(transport: str) -> Iterator[Callable[..., PeerProcess]]:
     started: list[PeerProcess] = []
 
     def make(role: str, **settings: Any) -> PeerProcess:
-        started.append(PeerProcess(role, **settings))
+        started.append(PeerProcess(role, **{"transport": transport, **settings}))
         return started[-1]
 
     yield make

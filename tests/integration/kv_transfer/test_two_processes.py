@@ -1,5 +1,5 @@
-"""KVSender and KVReceiver in two processes over gloo: whole transfers, aborts, deaths, stops, restarts and
-strangers."""
+"""KVSender and KVReceiver in two processes, over gloo and shared memory: whole transfers, aborts, deaths, stops,
+restarts and strangers."""
 
 import signal
 import time
@@ -15,6 +15,7 @@ BIG = {"num_layers": 24, "num_kv_heads": 8, "head_dim": 128, "block_tokens": 32,
 """196,608 bytes a token: 1,000 tokens are 190 MiB, long enough on the way to be interrupted."""
 
 Start = Callable[..., PeerProcess]
+OVER_BOTH = pytest.mark.parametrize("transport", ["gloo", "shm"])
 
 
 def ship(sender: PeerProcess, receiver: PeerProcess, key: int, first_block: int = 0, seed: int = 0) -> None:
@@ -34,6 +35,7 @@ def check(receiver: PeerProcess, first_block: int = 0, seed: int = 0) -> bool:
     return answer
 
 
+@OVER_BOTH
 def test_many_units_arrive_whole_and_both_ends_forget_them(pair):
     sender, receiver = pair
     fds = (sender.num_fds(), receiver.num_fds())
@@ -49,6 +51,7 @@ def test_many_units_arrive_whole_and_both_ends_forget_them(pair):
     assert (sender.close(), receiver.close()) == (0, 0)
 
 
+@OVER_BOTH
 @pytest.mark.parametrize("by", ["sender", "receiver"])
 def test_of_two_transfers_on_one_lane_one_is_aborted_and_the_other_untouched(pair, by: str):
     sender, receiver = pair
@@ -139,6 +142,7 @@ def join_again(sender: PeerProcess, receiver: PeerProcess) -> None:
     sender.wait_event("PeerUp", incarnation=2)
 
 
+@OVER_BOTH
 def test_a_stopped_idle_peer_is_suspect_first_and_open_again_when_it_continues(pair):
     sender, receiver = pair
     sender.signal(signal.SIGSTOP)
@@ -151,6 +155,7 @@ def test_a_stopped_idle_peer_is_suspect_first_and_open_again_when_it_continues(p
     assert check(receiver, seed=1)
 
 
+@OVER_BOTH
 def test_a_restarted_sender_on_the_same_port_is_reached_under_its_new_incarnation_only(start: Start, pair):
     sender, receiver = pair
     port = sender.port
@@ -168,6 +173,7 @@ def test_a_restarted_sender_on_the_same_port_is_reached_under_its_new_incarnatio
     receiver.wait_event("TransferFailed", key=2, reason="peer_lost")
 
 
+@OVER_BOTH
 def test_a_restarted_receiver_is_served_again(start: Start, pair):
     sender, receiver = pair
     receiver.kill()
@@ -181,6 +187,7 @@ def test_a_restarted_receiver_is_served_again(start: Start, pair):
     facts_when_idle(sender, 1)
 
 
+@OVER_BOTH
 def test_a_lane_outlives_leaving_the_list_of_sources(pair):
     sender, receiver = pair
     receiver.do("sources", sources=[])
@@ -192,6 +199,7 @@ def test_a_lane_outlives_leaving_the_list_of_sources(pair):
     facts_when_idle(receiver, 0)
 
 
+@OVER_BOTH
 def test_a_begin_that_nobody_expects_fails_and_harms_nothing(pair):
     sender, receiver = pair
     arguments = {"blocks": list(range(4)), "tokens": 64, "seed": 1, "chunk": 64, "unit_bytes": 1 << 20}

@@ -27,6 +27,7 @@ from kv_transfer.channel import (
     KVSender,
     TransferFailed,
 )
+from kv_transfer.choice import Choice
 from kv_transfer.errors import TransferError
 from kv_transfer.lane import WINDOW
 from kv_transfer.layout import KVLayout
@@ -60,6 +61,7 @@ class FakeLink:
     def __init__(self, peer: KVIdentity) -> None:
         self.peer, self.lane, self.is_open = peer, FakeLane(), True
         self.sent: deque[bytes] = deque()
+        self.choice = Choice("gloo", "test")
         self.lane_id, self.session, self.lane_connection, self.has_lane_ended = b"", b"", None, True
 
     def send(self, message: Any) -> None:
@@ -97,12 +99,11 @@ class World:
         sender_identity = KVIdentity(SOURCE, "d", SOURCE_LAYOUT)
         receiver_identity = KVIdentity(TARGET, "d", TARGET_LAYOUT)
         self.events: deque[object] = deque()
-        unused: Any = None
         self.sender = KVSender(
-            identity=sender_identity, ring=ring, data=self.source, host="", emit=self.from_sender, transport=unused
+            identity=sender_identity, ring=ring, data=self.source, host="", emit=self.from_sender, transports={}
         )
         self.receiver = KVReceiver(
-            identity=receiver_identity, ring=ring, data=self.target, emit=self.from_receiver, transport=unused
+            identity=receiver_identity, ring=ring, data=self.target, emit=self.from_receiver, transports={}
         )
         self.down, self.up = FakeLink(receiver_identity), FakeLink(sender_identity)
         self.sender._links[TARGET] = self.down  # type: ignore[assignment]
@@ -232,8 +233,8 @@ class World:
         if self.is_lost:
             return False
         self.is_lost = True
-        self.sender._forget(self.down)  # type: ignore[arg-type]
-        self.receiver._forget(self.up)  # type: ignore[arg-type]
+        self.sender.forget_link(self.down)  # type: ignore[arg-type]
+        self.receiver.forget_link(self.up)  # type: ignore[arg-type]
         return True
 
     def advance(self) -> None:
