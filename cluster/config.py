@@ -110,9 +110,10 @@ class WorkerConfig(StrictModel):
 
 
 class TransferConfig(StrictModel):
-    transport: Literal["gloo"] = "gloo"
-    verify: Literal["off", "full"] = "full"
-    """Checksums of KV units."""
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    """How KV moves: shm within a host, gloo between hosts; "auto" lets two workers settle it when they meet."""
+    verify: Literal["auto", "off", "full"] = "auto"
+    """Checksums of KV units; "auto": where they leave the memory of the two processes."""
     min_unit_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 30)] = 2 << 20
 
 

@@ -38,6 +38,7 @@ def describe_worker(worker: WorkerSnapshot) -> dict[str, object]:
         "waiting": load.waiting,
         "queued_tokens": load.queued_tokens,
         "itl_us": load.itl_us,
+        "kv_over": list(load.kv_over),
         "open_lanes": [f"{lane:016x}" for lane in load.open_lanes],
         "computed_prompt_tokens": dataclasses.asdict(load.computed_prompt),
     }

@@ -374,6 +374,8 @@ class Load:
     computed_prompt: ComputedPrompt
     blocks_cached: Count = 0
     """Free blocks whose content a request may still find."""
+    kv_over: Annotated[tuple[Annotated[str, Size(0, 160)], ...], Size(0, 16)] = ()
+    """How KV moves to or from the peers of this worker, each way once, with the reason of the choice."""
 
 
 @dataclass(frozen=True, slots=True)

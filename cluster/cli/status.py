@@ -11,7 +11,7 @@ EXAMPLES = """examples:
   baton status            the pools, as a table
   baton status --json     every worker: pool, role, pid, ranks, state, blocks in use and quarantined, running, waiting
 """
-COLUMNS = ("pool", "role", "pid", "ranks", "state", "blocks in use", "quarantined", "running", "waiting")
+COLUMNS = ("pool", "role", "pid", "ranks", "state", "blocks in use", "quarantined", "running", "waiting", "KV over")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -38,7 +38,7 @@ def render_status(status: Mapping[str, Any]) -> str:
     rows = [_row(worker) for worker in status["workers"]]
     present = {worker["pool"] for worker in status["workers"]}
     wanted = ("prefill", "decode") if status.get("disaggregation") == "always" else ("colocated",)
-    rows += [[pool, "-", "-", "-", "no worker", "-", "-", "-", "-"] for pool in wanted if pool not in present]
+    rows += [[pool, "-", "-", "-", "no worker", "-", "-", "-", "-", "-"] for pool in wanted if pool not in present]
     waiting = ", ".join(f"{count} for {label}" for label, count in status.get("queue", {}).items() if count)
     lines = _table(COLUMNS, rows)
     return "\n".join([*lines, "", f"queue: {waiting or 'empty'}; open streams: {status.get('open_streams', 0)}"])
@@ -47,7 +47,8 @@ def render_status(status: Mapping[str, Any]) -> str:
 def _row(worker: Mapping[str, Any]) -> list[str]:
     blocks = f"{_show(worker['blocks_in_use'])} of {_show(worker['blocks_total'])}"
     before = [_show(worker[name]) for name in ("pool", "role", "pid", "ranks", "state")]
-    return [*before, blocks, *(_show(worker[name]) for name in ("blocks_quarantined", "running", "waiting"))]
+    after = [_show(worker[name]) for name in ("blocks_quarantined", "running", "waiting")]
+    return [*before, blocks, *after, "; ".join(worker.get("kv_over") or ()) or "-"]
 
 
 def _show(value: object) -> str:

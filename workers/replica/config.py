@@ -8,7 +8,7 @@ from workers.protocol import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """Every field is resolved: no "auto" reaches a replica."""
+    """Every field is resolved but what two replicas settle between them."""
 
     role: Role
     model_path: str
@@ -41,9 +41,10 @@ class ReplicaConfig:
     """Address of every listener."""
     secret_path: str
     """File with the cluster's key ring."""
-    transport: Literal["gloo", "loopback"] = "gloo"
-    verify: Literal["off", "full"] = "full"
-    """Checksums of KV units."""
+    transport: Literal["auto", "shm", "gloo", "loopback"] = "auto"
+    """How KV moves; "auto" is settled with each peer in the handshake: shm within a host, gloo between hosts."""
+    verify: Literal["auto", "off", "full"] = "auto"
+    """Checksums of KV units; "auto": where they leave the memory of the two processes."""
     min_unit_bytes: int = 2 << 20
     """A unit of KV is at least this large where the prompt allows."""
     drain_timeout_s: float = 5.0

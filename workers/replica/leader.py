@@ -24,7 +24,7 @@ from kv_transfer.channel import KVReceiver, KVSender
 from kv_transfer.events import KVSource
 from kv_transfer.messages import KVIdentity
 from kv_transfer.pairing import choose_sources
-from kv_transfer.transports.select import make_transport
+from kv_transfer.transports.select import find_host_id, make_transports
 from kv_transfer.wire import KeyRing
 from workers.engine.cost import MeasuredCosts
 from workers.engine.engine import Engine
@@ -104,13 +104,18 @@ class Leader:
         config, model = self.config, self.model
         if config.role == "colocated":
             return DecodeRole(config, self.engine, None, self._desk)
+        transports = make_transports(config.transport, config.host, model.shm_fault, model.pool)
+        logger.info("KV may move over %s; shm: %s", ", ".join(transports), model.shm_fault or "possible")
+        identity = KVIdentity(
+            self.incarnation, model.digest, model.layout, host_id=find_host_id(), transports=tuple(transports),
+            verify=config.verify,
+        )  # fmt: skip
         shared: dict[str, Any] = {
-            "identity": KVIdentity(self.incarnation, model.digest, model.layout, transports=(config.transport,)),
-            "ring": self._ring, "data": model.data, "transport": make_transport(config.transport, config.host),
+            "identity": identity, "ring": self._ring, "data": model.data, "transports": transports,
             "emit": lambda event: self._inbox.put(lambda: self._role.transfer(event)),
         }  # fmt: skip
         if config.role == "prefill":
-            self._sender = KVSender(**shared, host=config.host, verify=config.verify)
+            self._sender = KVSender(**shared, host=config.host)
             role = PrefillRole(config, self.engine, self._sender, model.layout, self._desk)
             self.engine.observer = role
             return role
@@ -268,6 +273,10 @@ class Leader:
             counted = self._desk.dispatches.get(ingress, 0)
             self._desk.post(ingress, dataclasses.replace(load, last_dispatch=counted))
 
+    def _kv_over(self) -> tuple[str, ...]:
+        end = self._sender or self._receiver
+        return () if end is None else end.describe_links()
+
     def _load(self) -> Load:
         pool, role = self.engine.pool, self._role
         return Load(
@@ -283,4 +292,5 @@ class Leader:
             open_lanes=tuple(sorted(self._receiver.open_sources())) if self._receiver is not None else (),
             computed_prompt=self.engine.computed_prompt,
             blocks_cached=pool.num_cached,
+            kv_over=self._kv_over(),
         )

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from kv_transfer.layout import KVLayout, make_model_digest
+from kv_transfer.pool import SharedPool
+from kv_transfer.transports.select import find_shm_fault
 from workers.engine.config import EngineConfig
 from workers.engine.cost import CostTable
 from workers.model.arch import DecoderSpec
@@ -30,6 +32,10 @@ class LoadedModel:
     """What its steps take on this machine, measured just now."""
     digest: str
     """Equal for two workers exactly when they may share KV caches."""
+    pool: SharedPool | None = None
+    """The memory of the cache, where writers of this host may be let in."""
+    shm_fault: str = ""
+    """Why KV cannot move through shared memory here; empty where it can."""
 
     @property
     def layout(self) -> KVLayout:
@@ -45,6 +51,8 @@ def load_model(config: ReplicaConfig, progress: Progress = ignore_progress) -> L
     """Takes seconds. Sets the process's torch threads. Raises `ModelRefused`, `ModelDamaged`, or ValueError for limits
     that contradict each other."""
     torch.set_num_threads(config.num_threads)
+    shm_fault = find_shm_fault()
+    pool = SharedPool() if config.role == "decode" and config.transport in ("auto", "shm") and not shm_fault else None
     settings = RunnerSettings(
         folder=Path(config.model_path),
         mode=config.dtype,
@@ -55,6 +63,7 @@ def load_model(config: ReplicaConfig, progress: Progress = ignore_progress) -> L
         max_running=config.max_running,
         backend=config.backend,
         num_threads=config.num_threads,
+        allocate=pool.allocate if pool is not None else None,
     )
     chosen = choose_runner(settings, progress)
     logger.info("model %s in %s computed by %s", config.model_id, config.dtype, chosen.how)
@@ -73,4 +82,6 @@ def load_model(config: ReplicaConfig, progress: Progress = ignore_progress) -> L
     progress("measuring steps", 0.0)
     costs = measure_costs(chosen.runner, engine_config)
     logger.info("steps: %s", costs)
-    return LoadedModel(chosen.runner, spec, engine_config, costs, digest)
+    if chosen.runner.cache.data.device.type != "cpu":
+        pool, shm_fault = None, "the cache is in the memory of a GPU"
+    return LoadedModel(chosen.runner, spec, engine_config, costs, digest, pool, shm_fault)

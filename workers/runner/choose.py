@@ -20,7 +20,7 @@ from workers.ops.cuda import CudaOps
 from workers.ops.native import NativeOps
 from workers.ops.select import BackendName, select_ops
 from workers.runner.graphs import CudaCapture, DecodeGraphs
-from workers.runner.kv_cache import PagedKVCache, plan_layout
+from workers.runner.kv_cache import Allocate, PagedKVCache, plan_layout
 from workers.runner.model_runner import ModelRunner, load_runner
 from workers.runner.probe import prove_model
 
@@ -40,6 +40,8 @@ class RunnerSettings:
     max_running: int
     backend: Backend
     num_threads: int
+    allocate: Allocate | None = None
+    """Where the memory of a cache on the CPU comes from; None: the process's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def choose_runner(settings: RunnerSettings, progress: Progress = ignore_progress
     if settings.mode not in ("fp32", "bf16"):
         raise ModelRefused(f"dtype {settings.mode} needs our own decoder: {why_not}; use fp32 or bf16")
     sizes = (settings.block_tokens, settings.num_blocks)
-    runner = load_runner(settings.folder, settings.mode, settings.kv_dtype, *sizes, progress)
+    runner = load_runner(settings.folder, settings.mode, settings.kv_dtype, *sizes, progress, settings.allocate)
     return Chosen(runner, f"transformers classes: {why_not}")
 
 
@@ -89,7 +91,8 @@ def _load_ours(settings: RunnerSettings, progress: Progress) -> Chosen:
     layout = plan_layout(model.spec, state, settings.block_tokens, settings.kv_dtype, keys)
     draw_rows = ops.draw if isinstance(ops, NativeOps) else None
     if ops.device.type != "cuda":
-        return Chosen(ModelRunner(model, PagedKVCache(layout, settings.num_blocks), draw_rows), choice.reason)
+        cache = PagedKVCache(layout, settings.num_blocks, allocate=settings.allocate)
+        return Chosen(ModelRunner(model, cache, draw_rows), choice.reason)
     assert isinstance(ops, CudaOps)
     cache = PagedKVCache(layout, settings.num_blocks, ops.device, has_scratch=True)
     graphs = DecodeGraphs(model, ops, cache, settings.max_running, settings.max_context_tokens, CudaCapture())

@@ -1,15 +1,18 @@
 """The paged KV cache of one rank. Knows its shape and device; which block belongs to whom is the block pool's."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kv_transfer.layout import Dtype, KeyOrder, KVLayout, LayerGroup
 from workers.engine.state import StateSpec, plan_groups
 from workers.model.arch import DecoderSpec
 
+Allocate = Callable[[int], NDArray[np.uint8]]
+"""Zeroed memory of so many bytes, on the CPU."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -21,16 +24,21 @@ class PagedKVCache:
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu", has_scratch: bool = False
-    ) -> None:
-        """`has_scratch`: one block more, which no pool hands out: rows of padding write there."""
+        self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu", has_scratch: bool = False,
+        allocate: Allocate | None = None,
+    ) -> None:  # fmt: skip
+        """`has_scratch`: one block more, which no pool hands out: rows of padding write there. `allocate` is asked for
+        the memory of a cache on the CPU."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.scratch_block = num_blocks if has_scratch else None
         # A block never written holds no NaN that a mask would not hide.
-        self.data = _zeros(
-            layout.cache_shape(num_blocks + has_scratch), TORCH_DTYPES[layout.dtype], torch.device(device)
-        )
+        shape, dtype = layout.cache_shape(num_blocks + has_scratch), TORCH_DTYPES[layout.dtype]
+        if torch.device(device).type == "cpu":
+            memory = (allocate or _allocate)(math.prod(shape) * dtype.itemsize)
+            self.data = torch.from_numpy(memory).view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
 
 
 def plan_layout(
@@ -41,9 +49,6 @@ def plan_layout(
     return KVLayout(spec.num_layers, state[0].tp_shards, spec.head_dim, block_tokens, dtype, keys, groups)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _allocate(num_bytes: int) -> NDArray[np.uint8]:
     """Zeros that cost memory when first written: numpy takes them from calloc, torch writes every page (measured)."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    untouched = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(untouched).view(dtype).view(shape)
+    return np.zeros(num_bytes, np.uint8)

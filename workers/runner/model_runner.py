@@ -18,7 +18,7 @@ from workers.ops.base import DrawRows
 from workers.protocol import Logprobs
 from workers.runner.batch import make_batch, make_draws
 from workers.runner.graphs import DecodeGraphs
-from workers.runner.kv_cache import TORCH_DTYPES, PagedKVCache, plan_layout
+from workers.runner.kv_cache import TORCH_DTYPES, Allocate, PagedKVCache, plan_layout
 from workers.runner.probe import Model, prove_model
 from workers.sampling.adjust import is_adjusted
 from workers.sampling.explain import explain_draw
@@ -87,6 +87,7 @@ def load_runner(
     block_tokens: int,
     num_blocks: int,
     progress: Progress = ignore_progress,
+    allocate: Allocate | None = None,
 ) -> ModelRunner:
     """The model of `folder` computing in `dtype` over a fresh cache of `num_blocks` blocks in `layout_dtype`.
 
@@ -96,7 +97,7 @@ def load_runner(
     progress("warming up", 0.0)
     prove_model(model)
     layout = plan_layout(model.spec, model.state(layout_dtype), block_tokens, layout_dtype)
-    return ModelRunner(model, PagedKVCache(layout, num_blocks))
+    return ModelRunner(model, PagedKVCache(layout, num_blocks, allocate=allocate))
 
 
 def digest_facts(folder: Path, spec: DecoderSpec, dtype: str) -> dict[str, str]:

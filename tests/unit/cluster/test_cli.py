@@ -93,6 +93,7 @@ WORKER = {
     "blocks_quarantined": 0,
     "running": 1,
     "waiting": 0,
+    "kv_over": ["shm: both on one host"],
 }
 
 
@@ -100,7 +101,24 @@ def test_status_is_a_table():
     unknown = {**WORKER, "pool": "decode", "role": "decode", "state": "unreachable", "pid": None, "blocks_in_use": None}
     lines = render_status({"workers": [WORKER, unknown], "queue": {"prefill_time": 2}, "open_streams": 5}).splitlines()
     assert lines[0].split()[:3] == ["pool", "role", "pid"]
-    assert lines[1].split() == ["prefill", "prefill", "42", "1", "ready", "3", "of", "2048", "0", "1", "0"]
+    assert lines[1].split() == [
+        "prefill",
+        "prefill",
+        "42",
+        "1",
+        "ready",
+        "3",
+        "of",
+        "2048",
+        "0",
+        "1",
+        "0",
+        "shm:",
+        "both",
+        "on",
+        "one",
+        "host",
+    ]
     assert lines[2].split()[2] == "-"
     assert lines[-1] == "queue: 2 for prefill_time; open streams: 5"
 
