@@ -15,6 +15,7 @@ from workers.errors import ModelRefused
 from workers.model.arch import read_config, read_spec
 from workers.model.families import plan_decoder
 from workers.native import build
+from workers.pages import Windows
 from workers.protocol import Role
 from workers.replica.config import ReplicaConfig
 
@@ -33,7 +34,8 @@ class ClusterPlan:
 
 def make_plan(config: ClusterConfig, model: ModelConfig, model_path: Path, machine: Machine) -> ClusterPlan:
     """The plan of a cluster whose model is on disk. Raises `ConfigError` or `workers.errors.ModelRefused`."""
-    worker, decided = resolve_worker(config, read_spec(model_path), machine, _find_decoder_fault(model_path))
+    fault, windows = _ask_decoder(model_path)
+    worker, decided = resolve_worker(config, read_spec(model_path), machine, fault, windows)
     found = (Setting("model.path", str(model_path), "converted once"),)
     plan = ClusterPlan(
         config=config, model=model, model_path=model_path, worker=worker, settings=(),
@@ -63,13 +65,13 @@ def share_gpus(worker: WorkerSettings, num_gpus: int, config: ClusterConfig) -> 
     return min(1.0, num_gpus * 100 // num_workers / 100) if worker.device == "cuda" else 0.0
 
 
-def _find_decoder_fault(model_path: Path) -> str:
-    """Why our own decoder does not serve the model; empty where it does."""
+def _ask_decoder(model_path: Path) -> tuple[str, Windows]:
+    """Why our own decoder does not serve the model, empty where it does; the windows of its layers."""
     try:
-        plan_decoder(read_config(model_path))
+        plan = plan_decoder(read_config(model_path))
     except ModelRefused as error:
-        return str(error)
-    return ""
+        return str(error), ()
+    return "", [layer.window for layer in plan.layers]
 
 
 def find_native_fault() -> str:

@@ -11,9 +11,13 @@ from typing import Literal
 from cluster.config import ClusterConfig, ModelConfig, PoolConfig, WorkerConfig
 from cluster.gpus import NO_GPUS, Gpus
 from cluster.yaml_source import ConfigError
+from kv_transfer.layout import Dtype
+from workers.engine.state import StateSpec
 from workers.model.arch import DecoderSpec
+from workers.model.footprint import Paging, plan_paging
+from workers.model.state import kv_state
+from workers.pages import Windows
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 KV_MEMORY_SHARE = 8
 """A worker's KV pool takes at most one part in this many of the machine's memory."""
 MAX_POOL_CONTEXTS = 4
@@ -58,13 +62,18 @@ class WorkerSettings:
 
 
 def resolve_worker(
-    config: ClusterConfig, spec: DecoderSpec, machine: Machine, decoder_fault: str = ""
+    config: ClusterConfig,
+    spec: DecoderSpec,
+    machine: Machine,
+    decoder_fault: str = "",
+    windows: Windows = (),
 ) -> tuple[WorkerSettings, tuple[Setting, ...]]:
-    """The settings of every worker, and why. `decoder_fault`: why our own decoder does not know the model, if so.
+    """The settings of every worker, and why. `decoder_fault`: why our own decoder does not know the model, if so;
+    otherwise `windows` are those of its layers (default: none has one).
 
-    Raises `ConfigError` where an explicit value does not fit the model.
+    Raises `ConfigError` where an explicit value does not fit the model, and `ModelRefused` as `plan_groups`.
     """
-    settings = {setting.key: setting for setting in _decide(config, spec, machine, decoder_fault)}
+    settings = {setting.key: setting for setting in _decide(config, spec, machine, decoder_fault, windows)}
     values = {key.removeprefix("worker."): setting.value for key, setting in settings.items()}
     worker = WorkerSettings(**values)  # type: ignore[arg-type]  # keys and types agree, see the tests
     if worker.max_context_tokens > spec.max_positions:
@@ -72,15 +81,20 @@ def resolve_worker(
             f"worker.max_context_tokens: {worker.max_context_tokens} is over the model's {spec.max_positions}"
             " positions; lower it or write auto"
         )
-    if worker.num_blocks * worker.block_tokens < worker.max_context_tokens:
+    shape = (worker.block_tokens, worker.max_context_tokens, worker.chunk_tokens)
+    needed = plan_paging(_state(spec, windows, worker.backend, worker.kv_dtype), *shape).blocks_per_context
+    if worker.num_blocks < needed:
         raise ConfigError(
             f"worker.num_blocks: {worker.num_blocks} blocks of {worker.block_tokens} tokens hold no full context of"
-            f" {worker.max_context_tokens} tokens; raise it, lower worker.max_context_tokens, or write auto"
+            f" {worker.max_context_tokens} tokens, which takes {needed}; raise it, lower worker.max_context_tokens, or"
+            " write auto"
         )
     return worker, tuple(settings.values())
 
 
-def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine, decoder_fault: str) -> Iterator[Setting]:
+def _decide(
+    config: ClusterConfig, spec: DecoderSpec, machine: Machine, decoder_fault: str, windows: Windows
+) -> Iterator[Setting]:
     given = config.worker
     device, why = _choose_device(given, machine.gpus, decoder_fault)
     yield _pick("device", given.device, device, why)
@@ -98,14 +112,14 @@ def _decide(config: ClusterConfig, spec: DecoderSpec, machine: Machine, decoder_
     yield _pick("block_tokens", given.block_tokens, block_tokens, "tokens per KV block, as the kernels like it")
     context = given.max_context_tokens if given.max_context_tokens != "auto" else spec.max_positions
     yield _pick("max_context_tokens", given.max_context_tokens, context, "the model's max_position_embeddings")
-    block_bytes = spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]) * block_tokens
-    memory = _memory_for_kv(device, machine, given.max_running)
-    blocks, why = _plan_blocks(-(-context // block_tokens), block_bytes, memory)
-    yield _pick("num_blocks", given.num_blocks, blocks, why)
-    chunk, why = CPU_CHUNK_TOKENS, "CPU: KV leaves early and short prompts wait little"
+    chunk, chunk_why = CPU_CHUNK_TOKENS, "CPU: KV leaves early and short prompts wait little"
     if device == "cuda":
-        chunk, why = GPU_CHUNK_TOKENS, "GPU: fewer tokens leave it idle"
-    yield _pick("chunk_tokens", given.chunk_tokens, chunk, why)
+        chunk, chunk_why = GPU_CHUNK_TOKENS, "GPU: fewer tokens leave it idle"
+    chunk = given.chunk_tokens if given.chunk_tokens != "auto" else chunk
+    paging = plan_paging(_state(spec, windows, backend, kv_dtype), block_tokens, context, chunk)
+    blocks, why = _plan_blocks(paging, _memory_for_kv(device, machine, given.max_running))
+    yield _pick("num_blocks", given.num_blocks, blocks, why)
+    yield _pick("chunk_tokens", given.chunk_tokens, chunk, chunk_why)
     why = "equal beginnings are computed once; an answer is the same either way"
     yield Setting("worker.prefix_cache", given.prefix_cache, why if given.prefix_cache else "as configured")
     yield Setting("worker.max_running", given.max_running, "streams that one worker decodes together")
@@ -164,8 +178,15 @@ def _memory_for_kv(device: str, machine: Machine, max_running: int) -> _Memory:
     return _Memory(machine.memory_bytes, KV_MEMORY_SHARE, MAX_POOL_CONTEXTS)
 
 
-def _plan_blocks(blocks_per_context: int, block_bytes: int, memory: _Memory) -> tuple[int, str]:
+def _state(spec: DecoderSpec, windows: Windows, backend: str, kv_dtype: Dtype) -> tuple[StateSpec, ...]:
+    """What each layer keeps; the transformers classes keep all."""
+    known = windows if windows and backend != "transformers" else [None] * spec.num_layers
+    return kv_state(spec.num_kv_heads, spec.head_dim, known, kv_dtype)
+
+
+def _plan_blocks(paging: Paging, memory: _Memory) -> tuple[int, str]:
     """As many blocks as the memory share holds, at least one and at most `max_contexts` full contexts."""
+    block_bytes, blocks_per_context = paging
     affordable = memory.total_bytes // memory.share // block_bytes
     blocks = min(max(affordable, blocks_per_context), memory.max_contexts * blocks_per_context)
     contexts = blocks / blocks_per_context

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
+from workers.pages import blocks_to_hold, count_pages
 from workers.protocol import Load, LocalReason, Role, WorkerIdentity
 
 WaitLabel = Literal["decode_blocks", "prefill_time", "no_decode_worker", "no_prefill_worker", "no_lane"]
@@ -88,9 +89,10 @@ class Need:
 
     def num_blocks(self, identity: WorkerIdentity) -> int:
         """Blocks that a decode worker reserves: what is known, and headroom where more tokens may come."""
-        known = math.ceil(self.num_known / identity.block_tokens)
-        possible = math.ceil((self.num_known + self.num_remaining) / identity.block_tokens) - known
-        return known + min(identity.headroom_blocks, possible)
+        known = count_pages(self.num_known, identity.block_tokens)
+        possible = count_pages(self.num_known + self.num_remaining, identity.block_tokens) - known
+        pages = known + min(identity.headroom_blocks, possible)
+        return blocks_to_hold(pages, identity.windows, identity.block_tokens)
 
     def cached_tokens(self, worker: WorkerSnapshot) -> int:
         """Tokens of the prompt's beginning that the worker need not compute, as far as is known here."""
@@ -118,23 +120,19 @@ class Wait:
 
 
 def pool_tokens(workers: Sequence[WorkerSnapshot]) -> int | None:
-    """Tokens that the smallest sufficient route can hold: the largest decode pool and, in pairs, the largest prefill
-    pool.
+    """Tokens that the smallest sufficient route can hold: what the largest decode worker and, in pairs, the largest
+    prefill worker take. A worker's pool holds a context of the length that it takes.
     """
     largest: dict[Role, int] = {}
     for worker in workers:
         if worker.identity is not None:
-            largest[worker.role] = max(largest.get(worker.role, 0), _pool_tokens(worker.identity))
+            largest[worker.role] = max(largest.get(worker.role, 0), worker.identity.max_context_tokens)
     return min(largest.values(), default=None)
-
-
-def _pool_tokens(identity: WorkerIdentity) -> int:
-    return min(identity.blocks_total * identity.block_tokens, identity.max_context_tokens)
 
 
 def _can_hold(worker: WorkerSnapshot, need: Need) -> bool:
     """Whether the request fits the worker at all, with room for an output token."""
-    return worker.identity is not None and need.num_known < _pool_tokens(worker.identity)
+    return worker.identity is not None and need.num_known < worker.identity.max_context_tokens
 
 
 def _has_blocks(worker: WorkerSnapshot, need: Need) -> bool:

@@ -404,7 +404,10 @@ class WorkerIdentity:
     blocks_total: Count
     max_context_tokens: Annotated[int, Between(1, MAX_TOKENS)]
     headroom_blocks: Annotated[int, Between(0, 4096)]
+    """Pages reserved on decode beyond the known tokens', where the stream may still need them."""
     kv_bytes_per_token: Count
+    windows: Annotated[tuple[Annotated[int, Between(1, 1 << 31)] | None, ...], Size(1, 1024)] = (None,)
+    """Per state group the latest tokens that a token sees; None: all. A page takes a block of each group."""
 
 
 @dataclass(frozen=True, slots=True)

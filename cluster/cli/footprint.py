@@ -9,7 +9,7 @@ from kv_transfer.layout import Dtype
 from workers.errors import ModelRefused
 from workers.model.arch import DecoderSpec, read_config, read_spec
 from workers.model.families import plan_decoder
-from workers.model.footprint import MODE_BITS, count_weights, model_bytes, request_bytes
+from workers.model.footprint import MODE_BITS, count_weights, model_bytes, plan_paging, request_bytes
 from workers.model.state import kv_state
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -51,7 +51,10 @@ def describe_footprint(plan: ClusterPlan, facts: Facts) -> list[str]:
     """Lines for people. Pure."""
     worker, spec = plan.worker, facts.spec
     kv: Dtype = "fp32" if worker.kv_dtype == "fp32" else "bf16"
-    pool_bytes = worker.num_blocks * worker.block_tokens * spec.kv_bytes_per_token(4 if kv == "fp32" else 2)
+    windows = (None,) * spec.num_layers if worker.backend == "transformers" else facts.windows
+    state = kv_state(spec.num_kv_heads, spec.head_dim, windows, kv)
+    shape = (worker.block_tokens, worker.max_context_tokens, worker.chunk_tokens)
+    pool_bytes = worker.num_blocks * plan_paging(state, *shape).block_bytes
     memory = facts.weight_bytes(worker.dtype) + pool_bytes
     return [
         f"weights   {facts.num_weights:,} numbers: "

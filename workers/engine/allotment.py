@@ -162,16 +162,18 @@ class Allotment:
             self._slide(request)
 
     def _slide(self, request: Request) -> None:
-        before = self.pool.num_used
+        before, has_slid = self.pool.num_used, False
         for group, window in self._sliding:
-            table, first = request.tables[group], request.num_slid[group]
+            first = request.num_slid[group]
             end = first_page_seen(request.computed, window, self._config.block_tokens)
             if end > first:
+                table, has_slid = request.tables[group], True
                 self.pool.release(table[first:end])
                 table[first:end] = [NULL_BLOCK] * (end - first)
                 request.num_slid[group] = end
-        self._num_sliding -= before - self.pool.num_used
-        self._promise_anew(request, request.computed)
+        if has_slid or request.computed == request.catch_up_to:
+            self._num_sliding -= before - self.pool.num_used
+            self._promise_anew(request, request.computed)
 
     def _extend(self, request: Request, num_pages: int) -> None:
         """Tables of groups with a window reach `num_pages`."""

@@ -7,8 +7,10 @@ Llama-3-8B keeps 128 KiB a token, SmolLM2-135M 22.5 KiB; DeepSeek-V4-Pro 9.625 G
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from workers.engine.state import StateSpec
+from workers.engine.state import StateSpec, plan_groups
+from workers.pages import blocks_to_hold, count_pages
 
 MODE_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "q4": 5.0}
 """Bits of one weight of a linear layer: q4 has a 16-bit scale and minimum per 32 beside its 4 bits."""
@@ -39,6 +41,23 @@ def state_bytes(spec: StateSpec, num_tokens: int) -> int:
 def request_bytes(specs: Sequence[StateSpec], num_tokens: int) -> int:
     """Bytes of all layers' state after `num_tokens` tokens of one request, blocks apart."""
     return sum(state_bytes(spec, num_tokens) for spec in specs)
+
+
+class Paging(NamedTuple):
+    """What a pool is made of."""
+
+    block_bytes: int
+    blocks_per_context: int
+    """Blocks that one request of the longest context holds at most."""
+
+
+def plan_paging(state: Sequence[StateSpec], block_tokens: int, context_tokens: int, chunk_tokens: int) -> Paging:
+    """For layers that keep `state`. Raises `ModelRefused` for state that is not served."""
+    groups = plan_groups(state)
+    windows = [group.spec.window for group in groups]
+    block_bytes = max(len(group.layers) for group in groups) * state[0].entry_bytes * block_tokens
+    num_pages = count_pages(context_tokens, block_tokens)
+    return Paging(block_bytes, blocks_to_hold(num_pages, windows, block_tokens, chunk_tokens))
 
 
 def count_weights(folder: Path) -> int:

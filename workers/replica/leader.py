@@ -128,7 +128,7 @@ class Leader:
             incarnation=self.incarnation, role=config.role, model_id=config.model_id, model_digest=model.digest,
             pid=os.getpid(), ranks=1, block_tokens=config.block_tokens, blocks_total=config.num_blocks,
             max_context_tokens=config.max_context_tokens, headroom_blocks=config.headroom_blocks,
-            kv_bytes_per_token=model.layout.bytes_per_token,
+            kv_bytes_per_token=model.layout.bytes_per_token, windows=self.engine.config.windows,
         )  # fmt: skip
 
     # --- life -------------------------------------------------------------------------------------------------------

@@ -28,11 +28,11 @@ SPEC = make_spec(
 GIB = 1 << 30
 
 
-def resolve(memory_bytes=16 * GIB, native_fault="no compiler", decoder_fault="", gpus=NO_GPUS, **worker):
+def resolve(memory_bytes=16 * GIB, native_fault="no compiler", decoder_fault="", gpus=NO_GPUS, windows=(), **worker):
     config, _ = load_cluster("laptop")
     config = config.model_copy(update={"worker": WorkerConfig(**worker)})
     machine = Machine(memory_bytes=memory_bytes, num_cpus=2, native_fault=native_fault, gpus=gpus)
-    return resolve_worker(config, SPEC, machine, decoder_fault)
+    return resolve_worker(config, SPEC, machine, decoder_fault, windows)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,24 @@ def test_the_context_is_the_models():
 @pytest.mark.parametrize(("memory_bytes", "num_blocks"), [(GIB, 512), (4 * GIB, 728), (256 * GIB, 2048)])
 def test_blocks_follow_memory_between_one_and_four_contexts(memory_bytes, num_blocks):
     assert resolve(memory_bytes)[0].num_blocks == num_blocks
+
+
+def test_layers_with_windows_take_less_of_a_context():
+    """25 of 30 layers with a window of 512: five groups of 5 for the window and one that keeps all."""
+    mixed = [None if layer % 6 == 5 else 512 for layer in range(30)]
+    settings = {"memory_bytes": GIB, "windows": mixed, "max_context_tokens": 8192, "block_tokens": 16}
+    worker, found = resolve(**settings)
+    window_pages = (512 + 128 - 3) // 16 + 2
+    per_context = 8192 // 16 + 5 * window_pages
+    (why,) = [setting.reason for setting in found if setting.key == "worker.num_blocks"]
+    block_bytes = 5 * 2 * 3 * 64 * 4 * 16
+    assert worker.num_blocks == GIB // 8 // block_bytes
+    assert why.startswith(f"auto: {worker.num_blocks / per_context:.1f} full contexts, 128 MiB")
+    assert resolve(**settings, num_blocks=per_context)[0].num_blocks == per_context
+    with pytest.raises(ConfigError, match=f"hold no full context of 8192 tokens, which takes {per_context}"):
+        resolve(**settings, num_blocks=per_context - 1)
+    whole, _ = resolve(**settings, decoder_fault="unknown family")
+    assert whole.num_blocks == 512, "the transformers classes keep all"
 
 
 def test_an_explicit_value_wins():

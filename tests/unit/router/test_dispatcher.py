@@ -46,7 +46,7 @@ class StubLink:
         self.lanes: tuple[int, ...] = (PREFILL, PREFILL_2)
 
     def snapshot(self) -> WorkerSnapshot:
-        identity = WorkerIdentity(self.incarnation, self.role, "m", "d", 1, 1, 16, 100, 4096, 4, 1)
+        identity = WorkerIdentity(self.incarnation, self.role, "m", "d", 1, 1, 16, 100, 1600, 4, 1)
         load = Load("ready", 1 << 30, 100, self.free, 0, 0, 0, 0, 0, self.lanes, ComputedPrompt())
         return WorkerSnapshot(
             self.incarnation, self.role, identity, load if self.is_up else None, True, False, self.is_refusing

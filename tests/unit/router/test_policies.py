@@ -23,7 +23,7 @@ def worker(
     lanes: tuple[int, ...] = (1, 2),
     last_dispatch: int = 0,
 ) -> WorkerSnapshot:
-    identity = WorkerIdentity(incarnation, role, "m", "d", 1, 1, 16, 100, 4096, 4, 1)
+    identity = WorkerIdentity(incarnation, role, "m", "d", 1, 1, 16, 100, 1600, 4, 1)
     load = Load(state, last_dispatch, 100, free, 0, 0, 0, queued, 0, lanes, ComputedPrompt())
     return WorkerSnapshot(incarnation, role, identity, load, True, False, False)
 
@@ -136,12 +136,24 @@ def test_names_are_asked_for_only_where_there_is_a_choice() -> None:
 def test_a_worker_that_can_never_hold_the_request_is_not_asked() -> None:
     small = worker(1, "prefill")
     assert small.identity is not None
-    small = dataclasses.replace(small, identity=dataclasses.replace(small.identity, blocks_total=10))
+    small = dataclasses.replace(
+        small, identity=dataclasses.replace(small.identity, blocks_total=10, max_context_tokens=160)
+    )
     workers = [small, worker(2, "prefill", queued=9000), worker(3, "decode")]
     assert isinstance(chosen := route(workers, Need(160, 8)), Route)
     assert chosen.prefill == 2
     assert isinstance(chosen := route(workers, Need(159, 8)), Route)
     assert chosen.prefill == 1
+
+
+def test_groups_with_windows_hold_what_they_see() -> None:
+    """Ten known pages and four of headroom; 100 positions touch eight pages at most."""
+    identity = worker(3, "decode").identity
+    assert identity is not None
+    mixed = dataclasses.replace(identity, windows=(None, 100, 100))
+    assert Need(160, 800).num_blocks(identity) == 14
+    assert Need(160, 800).num_blocks(mixed) == 14 + 8 + 8
+    assert Need(16, 0).num_blocks(mixed) == 3
 
 
 def test_a_request_alone_may_take_the_reserve() -> None:
@@ -150,7 +162,8 @@ def test_a_request_alone_may_take_the_reserve() -> None:
 
 def test_pool_tokens_is_the_smaller_of_the_largest() -> None:
     small = dataclasses.replace(
-        worker(1, "prefill"), identity=dataclasses.replace(worker(1, "prefill").identity, blocks_total=10)
+        worker(1, "prefill"),
+        identity=dataclasses.replace(worker(1, "prefill").identity, blocks_total=10, max_context_tokens=160),
     )  # type: ignore[type-var]
     assert pool_tokens([small, worker(3, "decode")]) == 160
     assert pool_tokens([]) is None
