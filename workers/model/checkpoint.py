@@ -69,7 +69,13 @@ class Checkpoint:
         """The tensor as it is stored; raises `ModelDamaged` where it is missing or not of one of the shapes and
         dtypes."""
         if tensor not in self._file_of:
-            raise self.damaged(tensor, "is missing")
+            packed = (
+                f"{tensor.removesuffix('weight')}qweight",
+                f"{tensor}_packed",
+            )  # of GPTQ and AWQ, compressed-tensors
+            there = next((name for name in packed if name in self._file_of), None)
+            hint = f", {there} is there: config.json has lost its quantization_config" if there else ""
+            raise self.damaged(tensor, f"is missing{hint}")
         try:
             found: Tensor = self._file_of[tensor].get_tensor(tensor)
         except (SafetensorError, OSError) as error:

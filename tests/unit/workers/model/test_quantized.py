@@ -126,6 +126,20 @@ def test_a_file_cut_short_or_with_a_huge_header(written: tuple[Path, Path], tmp_
         load(folder)
 
 
+def test_a_header_that_contradicts_itself_names_the_file(tmp_path: Path) -> None:
+    """The bytes add up; the shape does not."""
+    folder = save("awq, groups of 64", tmp_path)
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    header["lm_head.weight"]["shape"][0] += 1
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    with pytest.raises(ModelDamaged, match=r"quantized/model\.safetensors cannot be read"):
+        load(folder)
+
+
 def save(layout: str, tmp_path: Path) -> Path:
     save_quantized(LAYOUTS[layout], tmp_path / "quantized", tmp_path / "dense")
     return tmp_path / "quantized"
@@ -165,14 +179,20 @@ def test_a_shape_that_the_file_contradicts_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_eight_bit_floats_are_no_plain_weights(tmp_path: Path) -> None:
-    """Without its scheme a file of them would load as small integers."""
-    folder = save("fp8 per tensor", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelDamaged, match=r"q_proj\.weight holds torch\.float8_e4m3fn"):
-        load(folder)
+def test_a_config_that_lost_its_scheme_is_told_so(tmp_path: Path) -> None:
+    """Eight-bit floats would else load as if they were the weights."""
+    cases = {
+        "fp8 per tensor": r"q_proj\.weight holds torch\.float8_e4m3fn",
+        "awq, groups of 64": r"q_proj\.weight is missing, .*q_proj\.qweight is there: config\.json has lost",
+        "int4 packed, act-order": r"q_proj\.weight is missing, .*q_proj\.weight_packed is there",
+    }
+    for layout, reason in cases.items():
+        folder = save(layout, tmp_path)
+        config = json.loads((folder / "config.json").read_text())
+        del config["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelDamaged, match=reason):
+            load(folder)
 
 
 def test_the_transformers_classes_refuse_what_is_quantized(tmp_path: Path) -> None:
