@@ -95,6 +95,12 @@ def serve(config_name: str, port: int | None, parts: Parts | None = None) -> int
     return 0
 
 
+def _say_what_computes(plan: ClusterPlan) -> str:
+    """One line that tells, above all, why it is not the fastest there is."""
+    (backend,) = [setting for setting in plan.settings if setting.key == "worker.backend"]
+    return f"  . {backend.value} in {plan.worker.dtype}: {backend.reason.removeprefix('auto: ')}"
+
+
 class _Start:
     """One run of the cluster and everything it has on the machine so far."""
 
@@ -123,6 +129,7 @@ class _Start:
             path = ensure_model(self._model, cache, step.progress)
             step.note(str(path))
         plan = make_plan(config, self._model, path, this_machine())
+        self._terminal.line(_say_what_computes(plan))
         self._run = runtime.name_run()
         self._run.create(config.port, config_name)
         env.prepare_ray(self._run.path, plan.worker.threads)

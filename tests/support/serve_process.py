@@ -58,14 +58,17 @@ class ServeProcess:
         environ: dict | None = None,
         is_real: bool = False,
         is_broken: bool = False,
+        python: Path | str = sys.executable,
+        place: Path | None = None,
     ) -> None:
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.shared_before = set(SHARED_MEMORY.iterdir())
         self.output, self._terminal, self._stop_reading = "", None, threading.Event()
         real = ("-m", "cluster", "serve", "--config", config, "--port", str(port))
         fakes = (*FAKES, config, str(port), *(("broken",) if is_broken else ()))
-        command = [sys.executable, *(real if is_real else fakes)]
-        settings = {"env": {**os.environ, **(environ or {})}, "start_new_session": True, "stderr": subprocess.STDOUT}
+        command = [str(python), *(real if is_real else fakes)]
+        env = {**os.environ, **(environ or {})}
+        settings = {"env": env, "cwd": place, "start_new_session": True, "stderr": subprocess.STDOUT}
         if terminal:
             self._terminal, inside = pty.openpty()
             command = [sys.executable, "-c", TAKE_TERMINAL, *command]
