@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from router.config import RouterConfig
-from tests.numerics.workers.test_decoder_tiny import CASES
+from tests.support.families import OURS
 from tests.support.front_door import FrontDoor
 from tests.support.local_cluster import LocalCluster
 from tests.support.oracle import expect
@@ -27,19 +27,20 @@ NUM_BLOCKS = {"mistral": 24, "gemma3": 60, "gpt-oss": 60}
 @pytest.fixture(scope="module", params=sorted(NUM_BLOCKS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     torch.set_num_threads(1)
-    kind, changes = CASES[request.param]
+    family = OURS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    save_tiny(kind, folder, jitter=0.2, eos_token_id=None, **changes)
+    save_tiny(family.kind, folder, jitter=0.2, eos_token_id=None, **family.changes)
     return request.param, folder
 
 
-@pytest.fixture(params=[1 << 10, 2 << 20], ids=["units-of-a-layer", "one-unit"])
+@pytest.fixture(params=[("gloo", 1 << 10), ("gloo", 2 << 20), ("shm", 1 << 10)], ids=lambda p: f"{p[0]}-{p[1]}")
 def door(request: pytest.FixtureRequest, model: tuple[str, Path], tmp_path: Path) -> Iterator[FrontDoor]:
     """One prefill and one decode worker; whole prompts join to one unit, or each chunk is cut by layers."""
+    transport, min_unit_bytes = request.param
     tokenizer = write_model_folder(tmp_path / "tokenizer")
     settings = {
         "block_tokens": S, "num_blocks": NUM_BLOCKS[model[0]], "max_context_tokens": 330, "chunk_tokens": 24,
-        "min_unit_bytes": request.param, "backend": "reference",
+        "min_unit_bytes": min_unit_bytes, "backend": "reference", "transport": transport,
     }  # fmt: skip
     config = RouterConfig(model_id="test-model", model_path=str(tokenizer), disaggregation="always")
     with (

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.numerics.workers.test_decoder_tiny import CASES, SEEDS
 from tests.support.decoder_runs import load
+from tests.support.families import OURS
 from tests.support.oracle import expect
 from tests.support.replay import replay
 from tests.support.tiny_models import save_tiny
@@ -29,9 +29,9 @@ CONTEXT = LENGTHS[0] + NEW_TOKENS
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """(name, folder, prompts, what transformers answers)."""
     torch.set_num_threads(1)
-    kind, changes = CASES[request.param]
+    family = OURS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    save_tiny(kind, folder, SEEDS.get(request.param, 0), jitter=0.2, eos_token_id=None, **changes)
+    save_tiny(family.kind, folder, family.seed, jitter=0.2, eos_token_id=None, **family.changes)
     generator = torch.Generator().manual_seed(2)
     prompts = [tuple(torch.randint(3, 211, (n,), generator=generator).tolist()) for n in LENGTHS]
     return request.param, folder, prompts, [list(expect(folder, p, NEW_TOKENS).tokens) for p in prompts]
