@@ -134,7 +134,7 @@ def run_tokens(
         block_tokens=BLOCK_TOKENS, num_blocks=cache.num_blocks, chunk_tokens=64, max_running=16,
         max_context_tokens=context, windows=tuple(group.window for group in layout.layer_groups),
     )  # fmt: skip
-    return replay(ModelRunner(decoder, cache, graphs=graphs), config, make_prompts(), NEW_TOKENS, 2, temperature).tokens
+    return replay(ModelRunner(decoder, cache, whole=graphs), config, make_prompts(), NEW_TOKENS, 2, temperature).tokens
 
 
 def check_decoder_fp32() -> str:

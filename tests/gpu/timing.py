@@ -37,7 +37,7 @@ def time_steps(
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, BLOCK_TOKENS, "bf16")
     cache = PagedKVCache(layout, blocks * max(row_counts), device, has_scratch=True)
     graphs = DecodeGraphs(decoder, ops, cache, max(row_counts), CONTEXT + BLOCK_TOKENS, capture)
-    eager, recorded = ModelRunner(decoder, cache), ModelRunner(decoder, cache, graphs=graphs)
+    eager, recorded = ModelRunner(decoder, cache), ModelRunner(decoder, cache, whole=graphs)
 
     def chunk(row: int, tokens: tuple[int, ...], first: int) -> Chunk:
         table = tuple(range(row * blocks, (row + 1) * blocks))

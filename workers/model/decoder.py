@@ -15,7 +15,7 @@ from workers.model.arch import DecoderSpec
 from workers.model.collective import Parallel
 from workers.model.paged_attention import StepFacts
 from workers.model.state import kv_state
-from workers.ops.base import Ops
+from workers.ops.base import Ops, Step
 from workers.ops.weights import DecoderWeights, DenseMLP
 
 
@@ -41,22 +41,29 @@ class Decoder:
         self._step = step if parallel is None else None
 
     @property
+    def step(self) -> Step | None:
+        """The backend's whole step, where it has one and nothing is shared among ranks."""
+        return self._step
+
+    @property
     def num_kv_heads(self) -> int:
         """In this rank's cache."""
         return self.weights.layers[0].attention.num_kv_heads
 
-    @torch.inference_mode()
     def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:
         """Logits `[R, V]` float32 of the batch rows in `rows_R`; K and V of every token are written on the way, and
         `facts.on_layer` is called once each layer's are. In a group only rank 0 has all of V.
         """
         return self.run(ids_T, rows_R, facts)
 
-    @torch.inference_mode()
     def run(self, ids_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:
         """As `forward`; positions stand in the tables, too."""
         if self._step is not None and len(facts.tables) == 1:
             return self._step.run(ids_T, rows_R, facts.tables[0], facts.data, facts.on_layer)
+        return self._run_ops(ids_T, rows_R, facts)
+
+    @torch.inference_mode()
+    def _run_ops(self, ids_T: Tensor, rows_R: Tensor, facts: StepFacts) -> Tensor:
         ops, weights, parallel = self._ops, self.weights, self._parallel
         if parallel is None:
             return run_layers(ops, weights, ids_T, rows_R, facts)

@@ -256,6 +256,13 @@ int32_t baton_softcap(BatonEngine *engine, float *x, int64_t num_rows, int64_t w
     return each_row(engine, num_rows, [&](int64_t row) { engine->kernels.softcap_row(x + row * width, cap, width); });
 }
 
+int32_t baton_find_largest(BatonEngine *engine, const float *logits, int64_t num_rows, int64_t width, float *largest,
+                           int64_t *places) {
+    return each_row(engine, num_rows, [&](int64_t row) {
+        places[row] = engine->kernels.find_largest(logits + row * width, width, largest + row);
+    });
+}
+
 int32_t baton_draw(BatonEngine *engine, const float *logits, int64_t vocab, const BatonDraw *draws, int64_t num_draws,
                    int64_t *tokens) {
     if (vocab < 1 || vocab > INT32_MAX) return BATON_BAD_ARGUMENT;

@@ -113,6 +113,9 @@ BATON_EXPORT int32_t baton_activate(BatonEngine *engine, int64_t activation, con
                                     int64_t width, float *out);
 BATON_EXPORT int32_t baton_softcap(BatonEngine *engine, float *x, int64_t num_rows, int64_t width, float cap);
 
+// Each row's largest and the first place it stands at; NaN where the row has one.
+BATON_EXPORT int32_t baton_find_largest(BatonEngine *engine, const float *logits, int64_t num_rows, int64_t width,
+                                        float *largest, int64_t *places);
 // tokens[i] is drawn from row draws[i].row of logits [rows, vocab]; each row has a finite maximum.
 BATON_EXPORT int32_t baton_draw(BatonEngine *engine, const float *logits, int64_t vocab, const BatonDraw *draws,
                                 int64_t num_draws, int64_t *tokens);

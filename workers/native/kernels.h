@@ -81,6 +81,7 @@ struct Kernels {
     void (*store_row)(const float *head, int64_t width, bool is_bf16, void *out);
     void (*store_column)(const float *head, int64_t width, bool is_bf16, void *out, int64_t stride);
     void (*attend)(const AttentionJob &, const AttentionUnit &, float *scratch);
+    int64_t (*find_largest)(const float *x, int64_t width, float *largest);
     int64_t (*draw_row)(const float *logits, int64_t width, const BatonDraw &, float *scratch);
 };
 

@@ -19,6 +19,31 @@ INLINE float largest_logit(const float *x, int64_t width) {
     return whole;
 }
 
+// The largest and the first place it stands at; NaN where there is one. Read once: the place is looked for in a block.
+int64_t find_largest(const float *x, int64_t width, float *most) {
+    I bits = magnitude_bits(splat(0.0f));
+    int64_t best = 0;
+    *most = -INFINITY;
+    for (int64_t low = 0; low < width; low += SUM_BLOCK) {
+        const int64_t count = width - low < SUM_BLOCK ? width - low : SUM_BLOCK;
+        F block = splat(-INFINITY);
+        each_vector(count, [&](int64_t i, int n) {
+            F v = load_some(x + low + i, n);
+            bits = max_int(bits, magnitude_bits(v));
+            if (n < LANES) v = splat(largest_logit(x + low + i, n));   // what is past the end is no logit
+            block = max_of(block, v);
+        });
+        const float found = largest(block);
+        if (found > *most) {
+            *most = found;
+            best = low;
+        }
+    }
+    if (largest_int(bits) > 0x7f800000) *most = NAN;
+    while (best + 1 < width && x[best] < *most) best++;
+    return best;
+}
+
 // weights[i] = exp((x[i] - largest) / temperature), sums[b] = the sum of a block of them; returns the sum of all.
 double temper_row(const float *x, int64_t width, float temperature, float *weights, double *sums) {
     const F most = splat(largest_logit(x, width)), inverse = splat(1.0f / temperature);

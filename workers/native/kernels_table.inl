@@ -2,5 +2,5 @@
 extern const Kernels KERNELS = {
     group_index, Q8_BIAS,     DIRECT_ROWS,  unpack_row, round_row,  linear,   norm_row, add_row,
     scale_row,   softcap_row, activate_row, rotate_row, store_row,  store_column, attend,
-    draw_row,
+    find_largest, draw_row,
 };

@@ -71,6 +71,22 @@ DrawRows = Callable[[Tensor, Sequence[RowDraw]], list[int]]
 """(logits [R, V], draws) to a token per draw: what `sampling/sampler.py` computes, to float32. Rows drawn from have a
 finite maximum. Not every backend has one."""
 
+FindLargest = Callable[[Tensor], tuple[list[float], list[int]]]
+"""Each row's largest logit, NaN where one of the row is, and the first place it stands at."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTables:
+    """`StepTables` as plain numbers, for a backend that needs no tensor of them. The first tensor that is made after a
+    step, whose weights have swept the caches, costs 60 us: a fiftieth of a step of one token (measured).
+    """
+
+    positions: Sequence[int]
+    block_of: Sequence[int]
+    slot_of: Sequence[int]
+    table: Sequence[int]
+    spans: Sequence[Span]
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeTables(StepTables):

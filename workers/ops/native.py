@@ -6,9 +6,11 @@ a result depends on its own inputs alone, to the last bit: threads, batch and ch
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from workers.engine.plan import ignore_layer
 from workers.errors import BackendUnavailable
 from workers.native import build
-from workers.ops.base import RowDraw, StepTables
+from workers.ops.base import PlainTables, RowDraw, Span, StepTables
 from workers.ops.mlp import run_dense_mlp, run_experts
 from workers.ops.weights import (
     Activation,
@@ -136,6 +138,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "activate": (code, (pointer, number, pointer, number, number, pointer)),
         "softcap": (code, (pointer, pointer, number, number, real)),
         "draw": (code, (pointer, pointer, number, pointer, number, pointer)),
+        "find_largest": (code, (pointer, pointer, number, number, pointer, pointer)),
         "make_model": (pointer, (pointer, POINTER(CDecoder))),
         "free_model": (None, (pointer,)),
         "step": (code, (pointer, pointer, pointer, number, POINTER(CTables), POINTER(CCache), pointer, pointer)),
@@ -266,6 +269,14 @@ class NativeOps:
         self._run("draw", logits_RV.data_ptr(), logits_RV.shape[1], given, len(draws), tokens)
         return list(tokens)
 
+    def find_largest(self, logits_RV: Tensor) -> tuple[list[float], list[int]]:
+        """A `FindLargest`."""
+        assert logits_RV.is_contiguous(), "rows of logits lie one after the other"
+        num_rows, width = logits_RV.shape
+        best, places = (c_float * num_rows)(), (c_int64 * num_rows)()
+        self._run("find_largest", logits_RV.data_ptr(), num_rows, width, best, places)
+        return list(best), list(places)
+
     def make_step(self, model: DecoderWeights) -> "NativeStep | None":
         if any(isinstance(layer.mlp, RoutedMLP) for layer in model.layers):
             return None
@@ -306,6 +317,7 @@ class NativeStep:
         self._listener: Callable[[int], None] | None = None
         self._error: BaseException | None = None
         self._callback = OnLayer(self._tell)
+        self._cache: tuple[Tensor, CCache] | None = None
 
     def run(
         self,
@@ -317,20 +329,49 @@ class NativeStep:
     ) -> Tensor:
         """As `Step.run`; without a listener, or where it is `ignore_layer`, no layer is told."""
         ids_T, rows_R = ids_T.contiguous(), rows_R.contiguous()
-        logits_RV = torch.empty(len(rows_R), self._weights.head.shape[0])
         where, kept = _describe_tables(tables)
-        cache = self._ops._describe_cache(data)
+        logits_RV = self._run((ids_T.data_ptr(), rows_R.data_ptr(), len(rows_R)), where, data, on_layer)
+        del kept
+        return logits_RV
+
+    def run_plain(
+        self,
+        ids: list[int],
+        rows: list[int],
+        tables: PlainTables,
+        data: Tensor,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """As `run`, of plain numbers: they lie in one array."""
+        parts = (tables.positions, tables.block_of, tables.slot_of, tables.table, [*chain.from_iterable(tables.spans)])
+        numbers, starts = array("q", ids), [0]
+        for part in (rows, *parts):
+            starts.append(len(numbers))
+            numbers.extend(part)
+        base, size = numbers.buffer_info()[0], numbers.itemsize
+        ids_at, rows_at, *pointers = (base + start * size for start in starts)
+        where = CTables(len(ids), len(tables.spans), len(tables.table), *pointers)
+        return self._run((ids_at, rows_at, len(rows)), where, data, on_layer)
+
+    def _run(
+        self, given: tuple[int, int, int], where: CTables, data: Tensor, on_layer: Callable[[int], None] | None
+    ) -> Tensor:
+        """`given`: where the ids lie, where the rows, and how many rows."""
+        logits_RV = torch.empty(given[2], self._weights.head.shape[0])
+        cache = self._describe_cache(data)
         self._listener, self._error = on_layer, None
         callback = self._callback if on_layer not in (None, ignore_layer) else None
-        code = self._c.baton_step(
-            self._model, ids_T.data_ptr(), rows_R.data_ptr(), len(rows_R), byref(where), byref(cache), callback,
-            logits_RV.data_ptr(),
-        )  # fmt: skip
-        del kept
+        code = self._c.baton_step(self._model, *given, byref(where), byref(cache), callback, logits_RV.data_ptr())
         if code == _STOPPED and self._error is not None:
             raise self._error
         _check(code)
         return logits_RV
+
+    def _describe_cache(self, data: Tensor) -> CCache:
+        """Made once: a cache stays where it is."""
+        if self._cache is None or self._cache[0] is not data:
+            self._cache = data, self._ops._describe_cache(data)
+        return self._cache[1]
 
     def take_stage_ns(self) -> dict[str, int]:
         """Nanoseconds per stage since the last call, as the calling thread saw them."""
@@ -410,9 +451,11 @@ def _describe_layer(layer: DecoderLayer) -> CLayer:
     )  # fmt: skip
 
 
-def _describe_tables(tables: StepTables) -> tuple[CTables, list[Tensor]]:
-    """The struct, and the tensors it points to."""
+def _describe_tables(tables: StepTables) -> tuple[CTables, object]:
+    """The struct, and what it points to."""
     given = (tables.positions_T, tables.block_of_T, tables.slot_of_T, tables.table_X)
-    kept = [*(tensor.contiguous() for tensor in given), torch.tensor(tables.spans, dtype=torch.int64)]
+    kept = [tensor.contiguous() for tensor in given]
+    spans = (c_int64 * (len(Span._fields) * len(tables.spans)))(*chain.from_iterable(tables.spans))
     pointers = [tensor.data_ptr() for tensor in kept]
-    return CTables(len(kept[0]), len(tables.spans), len(kept[3]), *pointers), kept
+    facts = CTables(len(kept[0]), len(tables.spans), len(kept[3]), *pointers, ctypes.addressof(spans))
+    return facts, (kept, spans)

@@ -1,14 +1,16 @@
 """A step plan to the tensors of one flat batch: every token of every chunk once, no padding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from kv_transfer.layout import KVLayout
 from workers.engine.plan import StepPlan
 from workers.model.paged_attention import StepFacts
-from workers.ops.base import Span, StepTables
+from workers.ops.base import PlainTables, Span, StepTables
 from workers.runner.kv_cache import PagedKVCache
 from workers.sampling.adjust import NO_HISTORY, History
 from workers.sampling.sampler import Draw
@@ -28,9 +30,35 @@ class Batch:
     facts: StepFacts
 
 
+@dataclass(frozen=True, slots=True)
+class PlainBatch:
+    """The same in plain numbers."""
+
+    ids: list[int]
+    rows: list[int]
+    tables: tuple[PlainTables, ...]
+    """One per state group."""
+
+
 def make_batch(plan: StepPlan, cache: PagedKVCache, on_layer: Callable[[int], None]) -> Batch:
-    """The tensors of `plan` on the cache's device; plain lists first, because a small tensor costs more than a list."""
-    layout, device = cache.layout, cache.data.device
+    """The tensors of `plan` on the cache's device: parts of one, because each costs as much as it does alone."""
+    sampled, draws = make_draws(plan)
+    plain = make_plain_batch(plan, sampled, cache.layout)
+    first = plain.tables[0]
+    parts = [plain.ids, first.positions, first.slot_of, plain.rows]
+    parts += chain.from_iterable((tables.block_of, tables.table) for tables in plain.tables)
+    whole = torch.tensor(list(chain.from_iterable(parts)), device=cache.data.device)
+    ids_T, positions_T, slot_of_T, rows_R, *placed = whole.split_with_sizes([len(part) for part in parts])
+    tables = tuple(
+        StepTables(positions_T, block_of_T, slot_of_T, table_X, tuple(first.spans))
+        for block_of_T, table_X in zip(placed[::2], placed[1::2], strict=True)
+    )
+    facts = StepFacts(cache.data, tables, cache.layout.places, on_layer)
+    return Batch(ids_T, positions_T, rows_R, sampled, draws, facts)
+
+
+def make_plain_batch(plan: StepPlan, sampled: Sequence[int], layout: KVLayout) -> PlainBatch:
+    """`sampled`: the chunks that are."""
     block_tokens = layout.block_tokens
     ids: list[int] = []
     positions: list[int] = []
@@ -43,18 +71,12 @@ def make_batch(plan: StepPlan, cache: PagedKVCache, on_layer: Callable[[int], No
         num_entries += num_blocks
         ids += chunk.tokens
         positions += range(first, end)
-    sampled, draws = make_draws(plan)
-    positions_T = torch.tensor(positions, device=device)
-    slot_of_T = torch.tensor([position % block_tokens for position in positions], device=device)
+    slots = [position % block_tokens for position in positions]
     tables = tuple(
-        StepTables(positions_T, *_place_tokens(plan, group, block_tokens, slot_of_T), tuple(spans))
-        for group in range(len(layout.layer_groups))
+        PlainTables(positions, block_of, slots, table, spans)
+        for block_of, table in (_place_tokens(plan, group, block_tokens) for group in range(len(layout.layer_groups)))
     )
-    rows_R = torch.tensor(
-        [spans[i].first_row + spans[i].num_tokens - 1 for i in sampled], dtype=torch.int64, device=device
-    )
-    facts = StepFacts(cache.data, tables, layout.places, on_layer)
-    return Batch(torch.tensor(ids, device=device), positions_T, rows_R, sampled, draws, facts)
+    return PlainBatch(ids, [spans[i].first_row + spans[i].num_tokens - 1 for i in sampled], tables)
 
 
 def make_draws(plan: StepPlan) -> tuple[tuple[int, ...], tuple[Draw, ...]]:
@@ -67,13 +89,12 @@ def make_draws(plan: StepPlan) -> tuple[tuple[int, ...], tuple[Draw, ...]]:
     )
 
 
-def _place_tokens(plan: StepPlan, group: int, block_tokens: int, slot_of_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(block of each token, its slot, block tables one after the other) of one group."""
+def _place_tokens(plan: StepPlan, group: int, block_tokens: int) -> tuple[list[int], list[int]]:
+    """(block of each token, block tables one after the other) of one group."""
     blocks: list[int] = []
     entries: list[int] = []
     for chunk in plan.chunks:
         table, first, end = chunk.tables[group], chunk.first_position, chunk.first_position + len(chunk.tokens)
         entries += table[: -(-end // block_tokens)]
         blocks += [table[position // block_tokens] for position in range(first, end)]
-    device = slot_of_T.device
-    return torch.tensor(blocks, device=device), slot_of_T, torch.tensor(entries, device=device)
+    return blocks, entries

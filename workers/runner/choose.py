@@ -17,11 +17,12 @@ from workers.model.families import plan_decoder
 from workers.model.progress import Progress, ignore_progress
 from workers.ops.base import Ops
 from workers.ops.cuda import CudaOps
-from workers.ops.native import NativeOps
+from workers.ops.native import NativeOps, NativeStep
 from workers.ops.select import BackendName, select_ops
 from workers.runner.graphs import CudaCapture, DecodeGraphs
 from workers.runner.kv_cache import Allocate, PagedKVCache, plan_layout
 from workers.runner.model_runner import ModelRunner, load_runner
+from workers.runner.plain import PlainSteps
 from workers.runner.probe import prove_model
 
 Backend = Literal["auto", "native", "reference", "cuda", "transformers"]
@@ -89,11 +90,14 @@ def _load_ours(settings: RunnerSettings, progress: Progress) -> Chosen:
     keys: KeyOrder = "dim_major" if ops.key_is_dim_major else "token_major"
     state = model.state(settings.kv_dtype)
     layout = plan_layout(model.spec, state, settings.block_tokens, settings.kv_dtype, keys)
-    draw_rows = ops.draw if isinstance(ops, NativeOps) else None
     if ops.device.type != "cuda":
         cache = PagedKVCache(layout, settings.num_blocks, allocate=settings.allocate)
-        return Chosen(ModelRunner(model, cache, draw_rows), choice.reason)
+        if not isinstance(ops, NativeOps):
+            return Chosen(ModelRunner(model, cache), choice.reason)
+        step, is_one_group = model.step, len(layout.layer_groups) == 1
+        whole = PlainSteps(step, cache) if isinstance(step, NativeStep) and is_one_group else None
+        return Chosen(ModelRunner(model, cache, ops.draw, whole, ops.find_largest), choice.reason)
     assert isinstance(ops, CudaOps)
     cache = PagedKVCache(layout, settings.num_blocks, ops.device, has_scratch=True)
     graphs = DecodeGraphs(model, ops, cache, settings.max_running, settings.max_context_tokens, CudaCapture())
-    return Chosen(ModelRunner(model, cache, draw_rows, graphs), f"{choice.reason}; decode steps as CUDA graphs")
+    return Chosen(ModelRunner(model, cache, whole=graphs), f"{choice.reason}; decode steps as CUDA graphs")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kv_transfer.layout import NULL_BLOCK
-from workers.engine.plan import StepPlan
+from workers.engine.plan import StepPlan, ignore_layer
 from workers.model.paged_attention import StepFacts
 from workers.ops.base import DecodeTables
 from workers.runner.kv_cache import PagedKVCache
@@ -157,9 +157,9 @@ class DecodeGraphs:
         self.widths = plan_widths(max_blocks, ops.moves_whole_tables(cache.data.dtype))
         self._recorded: dict[Size, tuple[DecodeInputs, Callable[[], Tensor]]] = {}
 
-    def run(self, plan: StepPlan) -> Tensor | None:
-        """Logits `[chunks, V]` float32 after the plan's K and V are in the cache, valid until the next run; None for a
-        plan that no graph holds.
+    def run(self, plan: StepPlan, sampled: Sequence[int], on_layer: Callable[[int], None]) -> Tensor | None:
+        """As `WholeSteps.run`; a graph replays as one, and layers are told after it. Logits are valid until the next
+        run.
         """
         block_tokens = self._cache.layout.block_tokens
         size = choose_size(plan, self.row_counts, self.widths, block_tokens)
@@ -175,18 +175,17 @@ class DecodeGraphs:
         if known is None:
             known = (inputs, self._capture(lambda: self._compute(inputs)))
             self._recorded[size] = known
-        return known[1]()[: len(plan.chunks)]
+        logits_NV = known[1]()
+        for layer in range(self._cache.layout.num_layers):
+            on_layer(layer)
+        return logits_NV[: len(plan.chunks)]
 
     def _make_inputs(self, size: Size) -> DecodeInputs:
         return DecodeInputs(size, len(self._cache.layout.layer_groups), self._cache.data.device)
 
     def _compute(self, inputs: DecodeInputs) -> Tensor:
-        facts = StepFacts(self._cache.data, inputs.tables, self._cache.layout.places, _ignore_layer)
+        facts = StepFacts(self._cache.data, inputs.tables, self._cache.layout.places, ignore_layer)
         return self._model.run(inputs.ids_N, inputs.row_N, facts)
-
-
-def _ignore_layer(layer: int) -> None:
-    """A graph replays as one: the runner reports the layers after it."""
 
 
 class CudaCapture:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,16 +14,25 @@ from workers.model.arch import DecoderSpec
 from workers.model.fallback import load_fallback
 from workers.model.loader import fingerprint_weights
 from workers.model.progress import Progress, ignore_progress
-from workers.ops.base import DrawRows
+from workers.ops.base import DrawRows, FindLargest
 from workers.protocol import Logprobs
 from workers.runner.batch import make_batch, make_draws
-from workers.runner.graphs import DecodeGraphs
 from workers.runner.kv_cache import TORCH_DTYPES, Allocate, PagedKVCache, plan_layout
 from workers.runner.probe import Model, prove_model
 from workers.sampling.adjust import is_adjusted
 from workers.sampling.explain import explain_draw
 from workers.sampling.logprobs import describe_token
-from workers.sampling.sampler import Draw, is_random, sample
+from workers.sampling.sampler import Draw, find_largest, is_random, sample
+
+
+class WholeSteps(Protocol):
+    """What runs steps from the plan itself: recorded graphs, or a native step that takes plain numbers."""
+
+    def run(self, plan: StepPlan, sampled: Sequence[int], on_layer: Callable[[int], None]) -> Tensor | None:
+        """Logits `[len(sampled), V]` float32 of the chunks that are sampled, once the plan's K and V are in the cache
+        and `on_layer` was called for each layer in order; None for a plan that it does not run.
+        """
+        ...
 
 
 class ModelRunner:
@@ -34,26 +43,26 @@ class ModelRunner:
         model: Model,
         cache: PagedKVCache,
         draw_rows: DrawRows | None = None,
-        graphs: DecodeGraphs | None = None,
+        whole: WholeSteps | None = None,
+        find: FindLargest = find_largest,
     ) -> None:
-        """`graphs` replays the steps that it can; the model computes the others."""
-        self.model, self._draw_rows, self._graphs = model, draw_rows, graphs
+        """`draw_rows` and `find` are the backend's own ways of sampling, where it has them. `whole` runs the steps
+        that it can; the model computes the others.
+        """
+        self.model, self._draw_rows, self._find, self._whole = model, draw_rows, find, whole
         self.cache = cache
 
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None]) -> RunResult:
         """See `engine/plan.py`."""
         started = time.perf_counter_ns()
-        logits_RV = self._graphs.run(plan) if self._graphs is not None else None
+        sampled_chunks, draws = make_draws(plan)
+        logits_RV = self._whole.run(plan, sampled_chunks, on_layer) if self._whole is not None else None
         if logits_RV is None:
             batch = make_batch(plan, self.cache, on_layer)
             logits_RV = self.model.forward(batch.ids_T, batch.positions_T, batch.rows_R, batch.facts)
-        else:
-            for layer in range(self.model.spec.num_layers):
-                on_layer(layer)
         tokens: list[int | None] = [None] * len(plan.chunks)
         explains: list[dict[str, Any] | None] = [None] * len(plan.chunks)
         logprobs: dict[int, Logprobs] = {}
-        sampled_chunks, draws = make_draws(plan)
         sampled, logits_RV = self._sample(logits_RV, plan, draws)
         for row, (chunk, token) in enumerate(zip(sampled_chunks, sampled, strict=True)):
             tokens[chunk], num_top = token, draws[row].params.logprobs
@@ -71,7 +80,7 @@ class ModelRunner:
             return [], logits_RV
         if logits_RV.is_cuda and (any(map(_is_drawn, draws)) or any(chunk.explain for chunk in plan.chunks)):
             logits_RV = logits_RV.cpu()  # anything but a maximum is many small steps over one row
-        return sample(logits_RV, draws, self._draw_rows), logits_RV
+        return sample(logits_RV, draws, self._draw_rows, self._find), logits_RV
 
 
 def _is_drawn(draw: Draw) -> bool:

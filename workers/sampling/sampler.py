@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from workers.errors import StepFailed
-from workers.ops.base import DrawRows, RowDraw
+from workers.ops.base import DrawRows, FindLargest, RowDraw
 from workers.protocol import SamplingParams
 from workers.sampling.adjust import NO_HISTORY, History, adjust_row, is_adjusted
 from workers.sampling.philox import draw_uniform
@@ -54,35 +54,8 @@ class Head(NamedTuple):
     """Whether W is the vocabulary."""
 
 
-def sample(logits_RV: Tensor, draws: Sequence[Draw], draw_rows: DrawRows | None = None) -> list[int]:
-    """One token id per row; raises `StepFailed` where a row has no finite maximum.
-
-    Rows that ask for nothing cost their maximum and no more. `draw_rows` is the backend's own way, where it has one.
-    """
-    tokens = _take_largest(logits_RV)
-    adjusted = [row for row, draw in enumerate(draws) if is_adjusted(draw.params, draw.position)]
-    changed = set(adjusted)
-    _draw_into(tokens, logits_RV, [(row, row) for row in range(len(draws)) if row not in changed], draws, draw_rows)
-    if adjusted:
-        changed_AV = torch.stack([logits_RV[row] for row in adjusted])
-        for logits_V, row in zip(changed_AV, adjusted, strict=True):
-            adjust_row(logits_V, draws[row].params, draws[row].position, draws[row].history)
-        for row, token in zip(adjusted, _take_largest(changed_AV), strict=True):
-            tokens[row] = token
-        _draw_into(tokens, changed_AV, list(enumerate(adjusted)), draws, draw_rows)
-    return tokens
-
-
-def _take_largest(logits_RV: Tensor) -> list[int]:
-    best, tokens = _find_largest(logits_RV)
-    num_bad = sum(not math.isfinite(logit) for logit in best)
-    if num_bad:
-        raise StepFailed(f"{num_bad} of {len(best)} sampled rows hold logits that are no numbers")
-    return tokens
-
-
-def _find_largest(logits_RV: Tensor) -> tuple[list[float], list[int]]:
-    """Each row's largest logit, NaN where one is, and the first place it stands at."""
+def find_largest(logits_RV: Tensor) -> tuple[list[float], list[int]]:
+    """A `FindLargest` for any tensor."""
     if logits_RV.device.type != "cpu":
         best_R, places_R = logits_RV.max(dim=-1)
         return best_R.tolist(), places_R.tolist()
@@ -90,6 +63,39 @@ def _find_largest(logits_RV: Tensor) -> tuple[list[float], list[int]]:
     rows = logits_RV.numpy()
     places = rows.argmax(axis=-1)
     return rows[np.arange(len(rows)), places].tolist(), places.tolist()
+
+
+def sample(
+    logits_RV: Tensor,
+    draws: Sequence[Draw],
+    draw_rows: DrawRows | None = None,
+    find: FindLargest = find_largest,
+) -> list[int]:
+    """One token id per row; raises `StepFailed` where a row has no finite maximum.
+
+    Rows that ask for nothing cost their maximum and no more. `draw_rows` and `find` are the backend's own
+    ways, where it has them.
+    """
+    tokens = _take_largest(logits_RV, find)
+    adjusted = [row for row, draw in enumerate(draws) if is_adjusted(draw.params, draw.position)]
+    changed = set(adjusted)
+    _draw_into(tokens, logits_RV, [(row, row) for row in range(len(draws)) if row not in changed], draws, draw_rows)
+    if adjusted:
+        changed_AV = torch.stack([logits_RV[row] for row in adjusted])
+        for logits_V, row in zip(changed_AV, adjusted, strict=True):
+            adjust_row(logits_V, draws[row].params, draws[row].position, draws[row].history)
+        for row, token in zip(adjusted, _take_largest(changed_AV, find), strict=True):
+            tokens[row] = token
+        _draw_into(tokens, changed_AV, list(enumerate(adjusted)), draws, draw_rows)
+    return tokens
+
+
+def _take_largest(logits_RV: Tensor, find: FindLargest) -> list[int]:
+    best, tokens = find(logits_RV)
+    num_bad = sum(not math.isfinite(logit) for logit in best)
+    if num_bad:
+        raise StepFailed(f"{num_bad} of {len(best)} sampled rows hold logits that are no numbers")
+    return tokens
 
 
 def _draw_into(

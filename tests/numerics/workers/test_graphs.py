@@ -42,7 +42,7 @@ def run(folder: Path, prompts: list[tuple[int, ...]], capture: TraceCapture | No
         block_tokens=8, num_blocks=cache.num_blocks, chunk_tokens=24, max_running=16, max_context_tokens=128,
         windows=tuple(group.window for group in layout.layer_groups),
     )  # fmt: skip
-    tokens = replay(ModelRunner(decoder, cache, graphs=graphs), config, prompts, NEW_TOKENS, 3).tokens
+    tokens = replay(ModelRunner(decoder, cache, whole=graphs), config, prompts, NEW_TOKENS, 3).tokens
     return tokens, cache
 
 

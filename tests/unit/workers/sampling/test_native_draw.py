@@ -1,14 +1,16 @@
 """The C++ way of drawing against the rules in float64, on every level that this processor has."""
 
+import math
+
 import pytest
 import torch
 
 from tests.unit.workers.sampling.test_sampler import SETTINGS, chi_square_p, expected_distribution, make_logits
-from workers.errors import BackendUnavailable
+from workers.errors import BackendUnavailable, StepFailed
 from workers.ops.base import RowDraw
 from workers.ops.native import LEVELS, Level, NativeOps
 from workers.protocol import SamplingParams
-from workers.sampling.sampler import Draw, draw_exactly, sample
+from workers.sampling.sampler import Draw, draw_exactly, find_largest, sample
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -68,3 +70,18 @@ def test_a_flat_row_keeps_the_lowest_ids(native: NativeOps) -> None:
     drawn = {native.draw(row, [RowDraw(0, 1.0, 10, 1.0, 0.0, step / 100)])[0] for step in range(100)}
     assert drawn == set(range(10))
     assert {native.draw(row, [RowDraw(0, 1.0, 0, 0.01, 0.0, s / 100)])[0] for s in range(100)} == set(range(30))
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 17, 1024, 1040, 3001, 49_152])
+def test_the_largest_is_the_first_of_equals(native: NativeOps, vocab: int) -> None:
+    rows = torch.stack([make_logits(seed, vocab).round() for seed in range(20)])
+    rows[1] = -torch.inf
+    rows[2] = -3.0
+    rows[3, vocab // 2 :] = torch.inf
+    assert native.find_largest(rows) == find_largest(rows)
+    rows[4, vocab - 1] = torch.nan
+    rows[5, 0] = torch.nan
+    best, _ = native.find_largest(rows)
+    assert [row for row, logit in enumerate(best) if math.isnan(logit)] == [4, 5]
+    with pytest.raises(StepFailed, match="4 of 20"):
+        sample(rows, [Draw(SamplingParams(temperature=0.0), 0)] * 20, find=native.find_largest)
