@@ -56,7 +56,7 @@ Activations RoundedBuffers::view(const float *x, int64_t k) const {
     return {k, x, q.as<int8_t>(), scale.as<float>(), scaled_sum.as<float>(), offset.as<int32_t>()};
 }
 
-int64_t linear_scratch_bytes(int64_t k) { return num_groups(k) * 640 + 64; }
+int64_t linear_scratch_bytes(int64_t k) { return 2 * num_groups(k) * 640 + 64; }
 
 int64_t draw_scratch_bytes(int64_t width) {
     return round_up(width, 2 * LANES) * 4 + (width / 1024 + 1) * 8 + width * 8;  // weights, sums of blocks, candidates

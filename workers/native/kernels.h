@@ -39,6 +39,9 @@ struct Activations {
     int32_t *offset;        // [rows][k/32]: -128 times the sum of q, for weights stored as unsigned bytes
 };
 
+// How the 32 x 16 weights of a group lie: bytes 0 to 255, bytes of -128 to 127, or two of 0 to 15 a byte.
+enum class Storage { UNSIGNED, SIGNED, HALVES };
+
 struct Range {
     int64_t low, high;
 };
@@ -67,7 +70,6 @@ struct AttentionUnit {
 struct Kernels {
     int (*group_index)(int k, int n);   // where input k of output n lies in the 512 bytes of a group
     int q8_bias;                        // added to signed weights when packed
-    int64_t direct_rows;                // up to so many rows Q4 is unpacked in registers, above once into scratch
 
     void (*unpack_row)(const Matrix &, int64_t row, float *out);
     void (*round_row)(const Activations &, int64_t row, Range groups, const float *x);

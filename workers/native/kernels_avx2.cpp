@@ -20,7 +20,7 @@ struct I {
 };
 
 constexpr int DENSE_ROWS = 6, DENSE_BLOCKS = 1;   // 12 sums, 2 weights, 1 input
-constexpr int GROUPED_ROWS = 4;                   // 8 sums, 4 integer sums, the rest in the first cache
+constexpr int TILE_ROWS = 4, PAIR_ROWS = 0;   // 8 sums, 4 integer sums, the rest in the first cache
 constexpr int KEY_VECTORS = 1, KEY_ROWS = 6;
 constexpr int VALUE_VECTORS = 1, VALUE_ROWS = 6;
 
@@ -117,7 +117,7 @@ INLINE float largest(F v) {
 // --- 32 inputs of 16 outputs as integers: 8 times 64 bytes, each of 4 inputs for every output -------------------------
 
 constexpr int Q8_BIAS = 0;
-constexpr int64_t DIRECT_ROWS = 1;
+constexpr int64_t PAIRS_FROM = 0, DIRECT_ROWS = 1;
 int group_index(int k, int n) { return k / 4 * 64 + n * 4 + k % 4; }
 
 struct Nibbles {
@@ -126,20 +126,13 @@ struct Nibbles {
 struct Panel {  // unsigned or signed bytes where they lie: registers do not hold them
     const uint8_t *p;
 };
-struct Bytes {
-    const uint8_t *p;
-};
-
-INLINE Bytes load_bytes(const uint8_t *p) { return {p}; }
-INLINE Panel load_panel(const uint8_t *p) { return {p}; }
-INLINE Nibbles load_nibbles(const uint8_t *p) { return {p}; }
 INLINE __m256i load_half(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
-INLINE void store_bytes(uint8_t *p, Nibbles b) {
+INLINE void unpack_halves(const uint8_t *halves, uint8_t *out) {
     const __m256i low = _mm256_set1_epi8(15);
     for (int i = 0; i < 8; i++) {
-        const __m256i v = load_half(b.p + 32 * i);
-        _mm256_storeu_si256((__m256i *)(p + 32 * i), _mm256_and_si256(v, low));
-        _mm256_storeu_si256((__m256i *)(p + 256 + 32 * i), _mm256_and_si256(_mm256_srli_epi16(v, 4), low));
+        const __m256i v = load_half(halves + 32 * i);
+        _mm256_storeu_si256((__m256i *)(out + 32 * i), _mm256_and_si256(v, low));
+        _mm256_storeu_si256((__m256i *)(out + 256 + 32 * i), _mm256_and_si256(_mm256_srli_epi16(v, 4), low));
     }
 }
 INLINE __m256i four(const int8_t *a) {
@@ -152,17 +145,17 @@ INLINE I widen(__m256i low, __m256i high) {
     const __m256i one = _mm256_set1_epi16(1);
     return {_mm256_madd_epi16(low, one), _mm256_madd_epi16(high, one)};
 }
-INLINE I dot_unsigned(Panel b, const int8_t *a) {
+INLINE I dot_unsigned(const uint8_t *w, const int8_t *a) {
     __m256i low = _mm256_setzero_si256(), high = low;
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         const __m256i x = four(a + 4 * i);
-        low = _mm256_add_epi16(low, _mm256_maddubs_epi16(load_half(b.p + 64 * i), x));
-        high = _mm256_add_epi16(high, _mm256_maddubs_epi16(load_half(b.p + 64 * i + 32), x));
+        low = _mm256_add_epi16(low, _mm256_maddubs_epi16(load_half(w + 64 * i), x));
+        high = _mm256_add_epi16(high, _mm256_maddubs_epi16(load_half(w + 64 * i + 32), x));
     }
     return widen(low, high);
 }
-INLINE I dot_unsigned(Nibbles b, const int8_t *a) {
+INLINE I dot_halves(const uint8_t *w, const int8_t *a) {
     const __m256i mask = _mm256_set1_epi8(15);
     __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 #pragma GCC unroll 4
@@ -170,7 +163,7 @@ INLINE I dot_unsigned(Nibbles b, const int8_t *a) {
         const __m256i x = four(a + 4 * i), y = four(a + 4 * (i + 4));
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            const __m256i v = load_half(b.p + 64 * i + 32 * half);
+            const __m256i v = load_half(w + 64 * i + 32 * half);
             const __m256i high = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
             sums[half] = _mm256_add_epi16(sums[half], _mm256_maddubs_epi16(_mm256_and_si256(v, mask), x));
             sums[half] = _mm256_add_epi16(sums[half], _mm256_maddubs_epi16(high, y));
@@ -183,15 +176,30 @@ INLINE __m256i dot_pairs(__m256i w, __m256i x) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
-INLINE I dot_signed(Bytes b, const int8_t *a, int32_t) {
+INLINE I dot_signed(const uint8_t *w, const int8_t *a) {
     I s = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         const __m256i x = four(a + 4 * i);
-        s.a = _mm256_add_epi32(s.a, dot_pairs(load_half(b.p + 64 * i), x));
-        s.b = _mm256_add_epi32(s.b, dot_pairs(load_half(b.p + 64 * i + 32), x));
+        s.a = _mm256_add_epi32(s.a, dot_pairs(load_half(w + 64 * i), x));
+        s.b = _mm256_add_epi32(s.b, dot_pairs(load_half(w + 64 * i + 32), x));
     }
     return s;
+}
+
+template <Storage S>
+INLINE I dot(const uint8_t *weights, const int8_t *a) {
+    if constexpr (S == Storage::UNSIGNED) return dot_unsigned(weights, a);
+    else if constexpr (S == Storage::SIGNED) return dot_signed(weights, a);
+    else return dot_halves(weights, a);
+}
+
+// product[r][0] = a group's weights times row r of q, rows `stride` apart.
+template <Storage S, int R, int C>
+INLINE void multiply_group(const uint8_t *const *weights, const int8_t *q, int64_t stride, const int32_t *, int64_t,
+                           I (&product)[R][C]) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) product[r][0] = dot<S>(weights[0], q + r * stride);
 }
 
 #include "kernels_rows.inl"

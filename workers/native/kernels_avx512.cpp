@@ -16,7 +16,9 @@ typedef __m512 F;
 typedef __m512i I;
 
 constexpr int DENSE_ROWS = 6, DENSE_BLOCKS = 4;   // 24 sums, 4 weights, 1 input
-constexpr int GROUPED_ROWS = 8;                   // 8 bytes of a group, 8 sums, 2 integer sums, scales
+constexpr int TILE_ROWS = 8;                      // 8 sums, 8 integer sums, weights, 1 input, scales
+constexpr int PAIR_ROWS = 6;                      // for 2 blocks: 12 sums, 12 integer sums, 4 weights, 1 input
+constexpr int64_t PAIRS_FROM = 48;                // fewer rows do not fill tiles of pairs (measured)
 constexpr int KEY_VECTORS = 2, KEY_ROWS = 12;
 constexpr int VALUE_VECTORS = 4, VALUE_ROWS = 6;
 
@@ -65,48 +67,58 @@ INLINE float largest(F v) { return _mm512_reduce_max_ps(v); }
 // --- 32 inputs of 16 outputs as integers: 8 vectors, each of 4 inputs for every output ------------------------------
 
 constexpr int Q8_BIAS = 128;          // vpdpbusd multiplies unsigned by signed bytes: the offset takes 128 back
-constexpr int64_t DIRECT_ROWS = 24;
+constexpr int64_t DIRECT_ROWS = 128;  // docs/adr/0012-halves-unpacked-in-registers.md
 int group_index(int k, int n) { return k / 4 * 64 + n * 4 + k % 4; }
 
-struct Bytes {
-    I v[8];
-};
-
-INLINE Bytes load_bytes(const uint8_t *p) {
-    Bytes b;
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) b.v[i] = _mm512_loadu_si512(p + 64 * i);
-    return b;
-}
-INLINE Bytes load_nibbles(const uint8_t *p) {
-    const I low = _mm512_set1_epi8(15);
-    Bytes b;
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const I v = _mm512_loadu_si512(p + 64 * i);
-        b.v[i] = _mm512_and_si512(v, low);
-        b.v[i + 4] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
-    }
-    return b;
-}
-INLINE void store_bytes(uint8_t *p, const Bytes &b) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) _mm512_storeu_si512(p + 64 * i, b.v[i]);
-}
 INLINE I four(const int8_t *a) {
     int32_t x;
     memcpy(&x, a, 4);
     return _mm512_set1_epi32(x);
 }
-INLINE I dot(const Bytes &b, const int8_t *a, I total) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) total = _mm512_dpbusd_epi32(total, b.v[i], four(a + 4 * i));
-    return total;
+INLINE I low_halves(I v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+INLINE I high_halves(I v) { return low_halves(_mm512_srli_epi16(v, 4)); }
+
+INLINE void unpack_halves(const uint8_t *halves, uint8_t *out) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const I v = _mm512_loadu_si512(halves + 64 * i);
+        _mm512_storeu_si512(out + 64 * i, low_halves(v));
+        _mm512_storeu_si512(out + 256 + 64 * i, high_halves(v));
+    }
 }
-INLINE I dot_unsigned(const Bytes &b, const int8_t *a) { return dot(b, a, _mm512_setzero_si512()); }
-INLINE I dot_signed(const Bytes &b, const int8_t *a, int32_t offset) { return dot(b, a, _mm512_set1_epi32(offset)); }
-typedef Bytes Panel;
-INLINE Panel load_panel(const uint8_t *p) { return load_bytes(p); }
+
+// Adds 4 inputs of R rows times C vectors of weights.
+template <int R, int C>
+INLINE void multiply_four(const I (&weights)[C], const int8_t *q, int64_t stride, I (&product)[R][C]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        const I input = four(q + r * stride);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) product[r][c] = _mm512_dpbusd_epi32(product[r][c], weights[c], input);
+    }
+}
+
+// product[r][c] = the group's weights of block c times row r of q; rows `stride` apart, their offsets `groups`.
+template <Storage S, int R, int C>
+INLINE void multiply_group(const uint8_t *const *weights, const int8_t *q, int64_t stride, const int32_t *offset,
+                           int64_t groups, I (&product)[R][C]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++)
+            product[r][c] = S == Storage::SIGNED ? _mm512_set1_epi32(offset[r * groups]) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int i = 0; i < (S == Storage::HALVES ? 4 : 8); i++) {
+        I bytes[C], high[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            bytes[c] = _mm512_loadu_si512(weights[c] + 64 * i);
+            if (S == Storage::HALVES) high[c] = high_halves(bytes[c]), bytes[c] = low_halves(bytes[c]);
+        }
+        multiply_four<R, C>(bytes, q + 4 * i, stride, product);
+        if (S == Storage::HALVES) multiply_four<R, C>(high, q + 16 + 4 * i, stride, product);
+    }
+}
 
 #include "kernels_rows.inl"
 #include "kernels_linear.inl"

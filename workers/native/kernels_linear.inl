@@ -1,8 +1,8 @@
 // Rows times a packed matrix, over the vectors F and I of the level that includes this.
 //
-// A tile is R rows by one block of 16 outputs (dense: C blocks). Each output is one chain of sums over K in order,
-// the same in a tile of any size: R and C, and with them batch and threads, change no bit. A matrix is one stream of
-// bytes: a gap of nine lines per block halves the speed of reading it (measured).
+// A tile is R rows by C blocks of 16 outputs. Each output is one chain of sums over K in order, the same in a tile of any
+// size: R and C, and with them batch and threads, change no bit. A matrix is one stream of bytes: a gap of nine lines
+// per block halves the speed of reading it (measured).
 
 #define NOINLINE __attribute__((noinline))
 
@@ -23,85 +23,81 @@ INLINE void prefetch_ahead(const uint8_t *p, int64_t bytes) {
     }
 }
 
-INLINE F add_q4(F total, I product, F scale, F low, const Activations &in, int64_t at) {
-    total = fma(to_float(product), mul(scale, splat(in.scale[at])), total);
-    return fma(low, splat(in.scaled_sum[at]), total);
+// What a tile needs of a kind of weight: where the bytes of a group lie, its floats once for the rows of a tile, `add`
+// for each row, `finish` at the end. STREAM_BYTES of a group come from memory, 0 where they are in the cache already.
+struct Q4Floats {
+    F scale, low;
+};
+
+INLINE F add_q4(const Q4Floats &f, I product, const Activations &in, int64_t at, F total) {
+    total = fma(to_float(product), mul(f.scale, splat(in.scale[at])), total);
+    return fma(f.low, splat(in.scaled_sum[at]), total);
 }
 
-// What a tile needs of a kind of weight: `group(g)` once for its rows, `add` for each row, `finish` at the end.
-// `at(g)` is where a group of BYTES bytes is read from, 0 bytes where it is in the cache already.
 struct Q4Direct {
-    static constexpr int64_t BYTES = Q4_BLOCK_BYTES;
+    static constexpr Storage STORAGE = Storage::HALVES;
+    static constexpr int64_t STREAM_BYTES = Q4_BLOCK_BYTES;
+    typedef Q4Floats Floats;
     const uint8_t *p;
 
-    struct Group {
-        decltype(load_nibbles(nullptr)) bytes;
-        F scale, low;
-    };
     Q4Direct(const Matrix &m, int64_t block, const uint8_t *) : p(m.data + block * m.block_bytes) {}
     INLINE_METHOD const uint8_t *at(int64_t g) const { return p + g * Q4_BLOCK_BYTES; }
-    INLINE_METHOD Group group(int64_t g) const {
-        return {load_nibbles(at(g)), load_f16(at(g) + 256), load_f16(at(g) + 288)};
-    }
-    static INLINE_METHOD F add(const Group &g, const int8_t *q, const Activations &in, int64_t at, F total) {
-        return add_q4(total, dot_unsigned(g.bytes, q), g.scale, g.low, in, at);
+    INLINE_METHOD Floats floats(int64_t g) const { return {load_f16(at(g) + 256), load_f16(at(g) + 288)}; }
+    static INLINE_METHOD F add(const Floats &f, I product, const Activations &in, int64_t at, F total) {
+        return add_q4(f, product, in, at, total);
     }
     static INLINE_METHOD F finish(F total, const LinearJob &, int64_t) { return total; }
 };
 
+// Two blocks are unpacked at a time: an even one's panel comes first.
+template <class P>
+INLINE P *panel_of(const Matrix &m, int64_t block, P *panels) {
+    return panels + block % 2 * num_groups(m.k) * PANEL_BYTES;
+}
+
 struct Q4Unpacked {
-    static constexpr int64_t BYTES = 0;
+    static constexpr Storage STORAGE = Storage::UNSIGNED;
+    static constexpr int64_t STREAM_BYTES = 0;
+    typedef Q4Floats Floats;
     const uint8_t *p;
 
-    struct Group {
-        Panel bytes;
-        F scale, low;
-    };
-    Q4Unpacked(const Matrix &, int64_t, const uint8_t *panel) : p(panel) {}
+    Q4Unpacked(const Matrix &m, int64_t block, const uint8_t *panels) : p(panel_of(m, block, panels)) {}
     INLINE_METHOD const uint8_t *at(int64_t g) const { return p + g * PANEL_BYTES; }
-    INLINE_METHOD Group group(int64_t g) const {
-        return {load_panel(at(g)), load((const float *)(at(g) + 512)), load((const float *)(at(g) + 576))};
+    INLINE_METHOD Floats floats(int64_t g) const {
+        return {load((const float *)(at(g) + 512)), load((const float *)(at(g) + 576))};
     }
-    static INLINE_METHOD F add(const Group &g, const int8_t *q, const Activations &in, int64_t at, F total) {
-        return add_q4(total, dot_unsigned(g.bytes, q), g.scale, g.low, in, at);
+    static INLINE_METHOD F add(const Floats &f, I product, const Activations &in, int64_t at, F total) {
+        return add_q4(f, product, in, at, total);
     }
     static INLINE_METHOD F finish(F total, const LinearJob &, int64_t) { return total; }
 };
 
 struct Q8 {
-    static constexpr int64_t BYTES = Q8_PAIR_BYTES / 2;
+    static constexpr Storage STORAGE = Storage::SIGNED;
+    static constexpr int64_t STREAM_BYTES = Q8_PAIR_BYTES / 2;
+    typedef F Floats;
     const uint8_t *p;
 
-    struct Group {
-        Bytes bytes;
-        F scale;
-    };
-    Q8(const Matrix &m, int64_t block, const uint8_t *)
-        : p(m.data + block * m.block_bytes) {}
+    Q8(const Matrix &m, int64_t block, const uint8_t *) : p(m.data + block * m.block_bytes) {}
     INLINE_METHOD const uint8_t *at(int64_t g) const { return p + q8_group_offset(g); }
-    INLINE_METHOD Group group(int64_t g) const {
-        return {load_bytes(at(g)), load_f16(p + q8_scale_offset(g))};
-    }
-    static INLINE_METHOD F add(const Group &g, const int8_t *q, const Activations &in, int64_t at, F total) {
-        return fma(to_float(dot_signed(g.bytes, q, in.offset[at])), mul(g.scale, splat(in.scale[at])), total);
+    INLINE_METHOD Floats floats(int64_t g) const { return load_f16(p + q8_scale_offset(g)); }
+    static INLINE_METHOD F add(const Floats &scale, I product, const Activations &in, int64_t at, F total) {
+        return fma(to_float(product), mul(scale, splat(in.scale[at])), total);
     }
     static INLINE_METHOD F finish(F total, const LinearJob &, int64_t) { return total; }
 };
 
 struct Int8 {
-    static constexpr int64_t BYTES = BYTES_PER_GROUP;
+    static constexpr Storage STORAGE = Storage::SIGNED;
+    static constexpr int64_t STREAM_BYTES = BYTES_PER_GROUP;
+    struct Floats {};
     const uint8_t *p;
 
-    struct Group {
-        Bytes bytes;
-    };
     Int8(const Matrix &m, int64_t block, const uint8_t *) : p(m.data + block * m.block_bytes) {}
     INLINE_METHOD const uint8_t *at(int64_t g) const { return p + g * BYTES_PER_GROUP; }
-    INLINE_METHOD Group group(int64_t g) const {
-        return {load_bytes(at(g))};
-    }
-    static INLINE_METHOD F add(const Group &g, const int8_t *q, const Activations &in, int64_t at, F total) {
-        return fma(to_float(dot_signed(g.bytes, q, in.offset[at])), splat(in.scale[at]), total);
+    INLINE_METHOD Floats floats(int64_t) const { return {}; }
+    static INLINE_METHOD F add(const Floats &, I product, const Activations &in, int64_t at, F total) {
+        return fma(to_float(product), splat(in.scale[at]), total);
     }
     static INLINE_METHOD F finish(F total, const LinearJob &job, int64_t block) {
         return mul(total, load(job.weight->scale + block * LANES));
@@ -119,58 +115,78 @@ INLINE void write_block(const LinearJob &job, int64_t row, int64_t block, F tota
     store_some(job.out + row * job.weight->n + block * LANES, total, n);
 }
 
-template <class W, int R>
-NOINLINE void grouped_tile(const W weight, const LinearJob &job, int64_t row, int64_t block) {
+template <class W, int R, int C>
+NOINLINE void grouped_tile(const LinearJob &job, const uint8_t *panels, int64_t row, int64_t block) {
     const Activations in = job.in;
     const int64_t groups = num_groups(in.k);
     const int8_t *q = in.q + row * in.k;
-    F total[R];
+    const W first(*job.weight, block, panels), second(*job.weight, block + C - 1, panels);
+    F total[R][C];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[r] = splat(0.0f);
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int c = 0; c < C; c++) total[r][c] = splat(0.0f);
     for (int64_t g = 0; g < groups; g++) {
-        prefetch_ahead<R>(weight.at(g), W::BYTES);
-        const typename W::Group group = weight.group(g);
+        I product[R][C];
+        const uint8_t *bytes[2] = {first.at(g), second.at(g)};
+        prefetch_ahead<R>(bytes[0], W::STREAM_BYTES);
+        if (C > 1) prefetch_ahead<R>(bytes[1], W::STREAM_BYTES);
+        multiply_group<W::STORAGE, R, C>(bytes, q + g * GROUP, in.k, in.offset + row * groups + g, groups, product);
+        const typename W::Floats floats[2] = {first.floats(g), second.floats(g)};
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
-            total[r] = W::add(group, q + r * in.k + g * GROUP, in, (row + r) * groups + g, total[r]);
+#pragma GCC unroll 2
+            for (int c = 0; c < C; c++)
+                total[r][c] = W::add(floats[c], product[r][c], in, (row + r) * groups + g, total[r][c]);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) write_block(job, row + r, block, W::finish(total[r], job, block));
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int c = 0; c < C; c++) write_block(job, row + r, block + c, W::finish(total[r][c], job, block + c));
 }
 
-template <class W, int R>
-INLINE void grouped_rest(const W &weight, const LinearJob &job, int64_t row, int64_t block, int64_t left) {
-    if (left == R) grouped_tile<W, R>(weight, job, row, block);
+template <class W, int R, int C>
+INLINE void grouped_rest(const LinearJob &job, const uint8_t *panels, int64_t row, int64_t block, int64_t left) {
+    if (left == R) grouped_tile<W, R, C>(job, panels, row, block);
     if constexpr (R > 1) {
-        if (left < R) grouped_rest<W, R - 1>(weight, job, row, block, left);
+        if (left < R) grouped_rest<W, R - 1, C>(job, panels, row, block, left);
     }
+}
+
+template <class W, int R, int C>
+void grouped_blocks(const LinearJob &job, Range rows, int64_t block, const uint8_t *panels) {
+    int64_t row = rows.low;
+    for (; row + R <= rows.high; row += R) grouped_tile<W, R, C>(job, panels, row, block);
+    if constexpr (R > 1) grouped_rest<W, R - 1, C>(job, panels, row, block, rows.high - row);
 }
 
 template <class W>
-void grouped_block(const LinearJob &job, Range rows, int64_t block, const uint8_t *panel) {
-    const W weight(*job.weight, block, panel);
-    int64_t row = rows.low;
-    for (; row + GROUPED_ROWS <= rows.high; row += GROUPED_ROWS) grouped_tile<W, GROUPED_ROWS>(weight, job, row, block);
-    grouped_rest<W, GROUPED_ROWS - 1>(weight, job, row, block, rows.high - row);
+void linear_grouped(const LinearJob &job, Range rows, Range blocks, const uint8_t *panels) {
+    int64_t block = blocks.low;
+    if constexpr (PAIR_ROWS > 0) {
+        for (; rows.high - rows.low >= PAIRS_FROM && block + 2 <= blocks.high; block += 2)
+            grouped_blocks<W, PAIR_ROWS, 2>(job, rows, block, panels);
+    }
+    for (; block < blocks.high; block++) grouped_blocks<W, TILE_ROWS, 1>(job, rows, block, panels);
 }
 
 void unpack_panel(const Matrix &m, int64_t block, uint8_t *panel) {
     const uint8_t *p = m.data + block * m.block_bytes;
     for (int64_t g = 0; g < num_groups(m.k); g++, p += Q4_BLOCK_BYTES, panel += PANEL_BYTES) {
         prefetch_ahead<2>(p, Q4_BLOCK_BYTES);
-        store_bytes(panel, load_nibbles(p));
+        unpack_halves(p, panel);
         store((float *)(panel + 512), load_f16(p + 256));
         store((float *)(panel + 576), load_f16(p + 288));
     }
 }
 
-void linear_q4(const LinearJob &job, Range rows, int64_t block, uint8_t *scratch) {
-    if (rows.high - rows.low <= DIRECT_ROWS) {
-        grouped_block<Q4Direct>(job, rows, block, nullptr);
-        return;
+void linear_q4(const LinearJob &job, Range rows, Range blocks, uint8_t *panels) {
+    if (rows.high - rows.low <= DIRECT_ROWS) return linear_grouped<Q4Direct>(job, rows, blocks, nullptr);
+    for (int64_t block = blocks.low; block < blocks.high; block += 2) {
+        const Range pair = {block, block + 2 < blocks.high ? block + 2 : blocks.high};
+        for (int64_t b = pair.low; b < pair.high; b++) unpack_panel(*job.weight, b, panel_of(*job.weight, b, panels));
+        linear_grouped<Q4Unpacked>(job, rows, pair, panels);
     }
-    unpack_panel(*job.weight, block, scratch);
-    grouped_block<Q4Unpacked>(job, rows, block, scratch);
 }
 
 // --- dense: float32 or bfloat16 weights, float32 products and sums ----------------------------------------------------
@@ -240,13 +256,9 @@ void linear(const LinearJob &job, Range rows, Range blocks, uint8_t *scratch) {
     switch (job.weight->kind) {
         case BATON_FP32: return linear_dense<float>(job, rows, blocks);
         case BATON_BF16: return linear_dense<uint16_t>(job, rows, blocks);
-    }
-    for (int64_t block = blocks.low; block < blocks.high; block++) {
-        switch (job.weight->kind) {
-            case BATON_INT8: grouped_block<Int8>(job, rows, block, nullptr); break;
-            case BATON_Q8: grouped_block<Q8>(job, rows, block, nullptr); break;
-            default: linear_q4(job, rows, block, scratch);
-        }
+        case BATON_INT8: return linear_grouped<Int8>(job, rows, blocks, nullptr);
+        case BATON_Q8: return linear_grouped<Q8>(job, rows, blocks, nullptr);
+        default: return linear_q4(job, rows, blocks, scratch);
     }
 }
 

@@ -18,7 +18,7 @@ typedef int8_t S8 __attribute__((vector_size(16)));
 typedef uint8_t U8 __attribute__((vector_size(16)));
 
 constexpr int DENSE_ROWS = 2, DENSE_BLOCKS = 1;
-constexpr int GROUPED_ROWS = 2;
+constexpr int TILE_ROWS = 2, PAIR_ROWS = 0;
 constexpr int KEY_VECTORS = 1, KEY_ROWS = 2;
 constexpr int VALUE_VECTORS = 1, VALUE_ROWS = 2;
 
@@ -100,40 +100,45 @@ INLINE float largest(F v) {
 // --- 32 inputs of 16 outputs as integers: input by input, 16 bytes each -----------------------------------------------
 
 constexpr int Q8_BIAS = 0;
-constexpr int64_t DIRECT_ROWS = 0;
+constexpr int64_t PAIRS_FROM = 0, DIRECT_ROWS = 0;
 int group_index(int k, int n) { return k * LANES + n; }
 
-struct Bytes {
-    const uint8_t *p;
-};
-typedef Bytes Panel;
-struct Nibbles {
-    const uint8_t *p;
-};
-INLINE Bytes load_bytes(const uint8_t *p) { return {p}; }
-INLINE Panel load_panel(const uint8_t *p) { return {p}; }
-INLINE Nibbles load_nibbles(const uint8_t *p) { return {p}; }
-INLINE void store_bytes(uint8_t *p, Nibbles b) {
+INLINE void unpack_halves(const uint8_t *halves, uint8_t *out) {
     for (int i = 0; i < 256; i++) {
-        p[i] = b.p[i] & 15;
-        p[i + 256] = b.p[i] >> 4;
+        out[i] = halves[i] & 15;
+        out[i + 256] = halves[i] >> 4;
     }
 }
 // A product of a byte pair is at most 2 * 128 * 127 = 32,512: two fit a 16-bit sum.
-INLINE I dot_signed(Bytes b, const int8_t *a, int32_t) {
+INLINE I dot_signed(const uint8_t *w, const int8_t *a) {
     I total = {0};
     for (int k = 0; k < GROUP; k += 2) {
-        const S16 first = __builtin_convertvector(load_as<S8>(b.p + k * LANES), S16) * (int16_t)a[k];
-        const S16 second = __builtin_convertvector(load_as<S8>(b.p + (k + 1) * LANES), S16) * (int16_t)a[k + 1];
+        const S16 first = __builtin_convertvector(load_as<S8>(w + k * LANES), S16) * (int16_t)a[k];
+        const S16 second = __builtin_convertvector(load_as<S8>(w + (k + 1) * LANES), S16) * (int16_t)a[k + 1];
         total += __builtin_convertvector(first + second, I);
     }
     return total;
 }
-INLINE I dot_unsigned(Bytes b, const int8_t *a) { return dot_signed(b, a, 0); }  // 0 to 15 is both
-INLINE I dot_unsigned(Nibbles b, const int8_t *a) {
+INLINE I dot_unsigned(const uint8_t *w, const int8_t *a) { return dot_signed(w, a); }  // 0 to 15 is both
+INLINE I dot_halves(const uint8_t *w, const int8_t *a) {
     uint8_t bytes[512];
-    store_bytes(bytes, b);
-    return dot_signed(load_bytes(bytes), a, 0);
+    unpack_halves(w, bytes);
+    return dot_signed(bytes, a);
+}
+
+template <Storage S>
+INLINE I dot(const uint8_t *weights, const int8_t *a) {
+    if constexpr (S == Storage::UNSIGNED) return dot_unsigned(weights, a);
+    else if constexpr (S == Storage::SIGNED) return dot_signed(weights, a);
+    else return dot_halves(weights, a);
+}
+
+// product[r][0] = a group's weights times row r of q, rows `stride` apart.
+template <Storage S, int R, int C>
+INLINE void multiply_group(const uint8_t *const *weights, const int8_t *q, int64_t stride, const int32_t *, int64_t,
+                           I (&product)[R][C]) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) product[r][0] = dot<S>(weights[0], q + r * stride);
 }
 
 #include "kernels_rows.inl"
