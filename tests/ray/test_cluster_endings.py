@@ -48,7 +48,14 @@ class OpenStream:
         return self.events
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-C twice", "SIGTERM"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A slice presses twice; the full run once, too. tests/accept/main/test_1 ends a ready cluster by one Ctrl-C."""
+    is_full = metafunc.config.getoption("--full")
+    for name, few, more in (("presses", [2], [1]), ("how", ["Ctrl-C twice", "SIGTERM"], ["Ctrl-C"])):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, few + more * is_full)
+
+
 def test_a_ready_cluster_with_an_open_stream_ends(start, how):
     served = start().wait_ready()
     stream, folder = OpenStream(served.url), served.run_folder()
@@ -73,7 +80,6 @@ def test_a_closed_terminal_ends_a_ready_cluster(start):
     assert stream.finish()[-1] == {"error": {"code": "shutdown"}}
 
 
-@pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize("phase", ["Ray starts", "workers start"])
 def test_ctrl_c_while_it_comes_up(start, phase, presses):
     served = start()

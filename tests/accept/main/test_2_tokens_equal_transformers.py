@@ -54,7 +54,14 @@ def test_alone_and_sixteen_at_once(make_house: MakeHouse, expected: dict[int, Ex
     check_equal(house, crowd, at_once=True, stagger_s=0.03)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 8192], ids=["1", "7", "64", "whole"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """tests/accept/engine/test_1 has every chunk size inside one process, in its slice, too."""
+    if "chunk_tokens" in metafunc.fixturenames:
+        sizes = {"1": 1, "whole": 8192} if metafunc.config.getoption("--full") else {}
+        sizes |= {"7": 7, "64": 64}
+        metafunc.parametrize("chunk_tokens", sizes.values(), ids=sizes)
+
+
 def test_in_chunks(make_house: MakeHouse, expected: dict[int, Expected], chunk_tokens: int, is_full: bool) -> None:
     longest = {1: 64, 7: 300}.get(chunk_tokens, 1500)
     wanted = [e for n, e in expected.items() if n <= longest or (chunk_tokens == 1 and n == 1500)]
