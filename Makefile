@@ -4,10 +4,10 @@ CONFIG := laptop
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve model test lint type arch ci accept-main accept-engine bench-engine gpu-check
+.PHONY: help setup native serve model test lint type arch ci accept-main accept-engine accept-sampling accept-transfer bench-engine gpu-check
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## make .venv with everything in it (nothing to do the second time)
 	@$(PYTHON) -m cluster.cli.install
@@ -42,6 +42,12 @@ gpu-check: setup  ## what only a GPU can prove, one line per step, under four mi
 
 accept-main: model  ## the acceptance of the main job, unbounded
 	@$(BIN)/python -m pytest --full tests/accept/main tests/ray
+
+accept-sampling: model  ## the acceptance of sampling, as far as it is built
+	@$(BIN)/python -m pytest --full tests/accept/sampling tests/unit/workers/sampling
+
+accept-transfer: model  ## the acceptance of KV transfer, as far as it is built
+	@$(BIN)/python -m pytest --full tests/accept/transfer tests/contract/kv_transfer tests/property/kv_transfer
 
 accept-engine: model  ## the acceptance of the engine, unbounded
 	@$(BIN)/python workers/native/build.py || true
