@@ -48,6 +48,11 @@ class Ending:
         if self._had_terminal and not self._is_hangup_ignored and not os.isatty(sys.stdin.fileno()):
             self._request("the terminal was closed")
 
+    def check(self) -> None:
+        """Raises `EndRequested` once the end has begun: a signal may come in a place that swallows what it raises."""
+        if self.reason is not None:
+            raise EndRequested(self.reason)
+
     def begin(self, reason: str) -> None:
         """The end has begun, whether or not a signal asked for it: signals change nothing any more, the watchdog
         counts.

@@ -195,6 +195,7 @@ class _Start:
         assert self._run is not None
         pillars = local_ray.find_pillars(runtime.processes_of(self._run))
         while all(pillar.is_running() and pillar.status() != psutil.STATUS_ZOMBIE for pillar in pillars):
+            self.ending.check()
             time.sleep(WATCH_S)
         raise DeploymentFailed("a process of Ray has died and the cluster with it; start again")
 

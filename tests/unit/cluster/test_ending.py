@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from cluster.ending import Ending, EndRequested
+
 PROGRAM = """
 import os, signal, sys, time
 from cluster import ending
@@ -52,3 +54,12 @@ def test_a_start_under_nohup_survives_its_terminal():
         program.send_signal(signal.SIGHUP)
         program.send_signal(signal.SIGTERM)
         assert program.communicate(timeout=10)[0] == "asked: SIGTERM\nclean\n"
+
+
+def test_a_request_whose_error_was_swallowed_is_told_again(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    ending = Ending(lambda: None)
+    ending.check()
+    ending.reason = "Ctrl-C"
+    with pytest.raises(EndRequested, match="Ctrl-C"):
+        ending.check()
